@@ -359,58 +359,15 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _timeline(options: argparse.Namespace) -> int:
-    from dataflow.files import replaced
-    from dataflow.timeline import files
-    from dataflow.timeline.causes import attribution
-    from dataflow.timeline.causes.culprits import worst_waits
-    from dataflow.timeline.compare import facts_of
-    from dataflow.timeline.profiles import profile_lines, profiles_of
-    from dataflow.timeline.text import gantt, idle_lines
+    from dataflow.commands.timeline import timeline
 
-    if options.follow:
-        return _follow(options)
-    merges = options.merge is not None or str(options.out).endswith(".json")
-    if merges:
-        from dataflow.timeline.merge import check_out, merge
-
-        check_out(options.out)
-    else:
-        files.check(options.out, ".txt")
-    trace = read_trace(options.run)
-    if merges:
-        print(merge(trace, [*profiles_of(options.run), *(options.merge or ())], options.out))
-        return 0
-    if options.json:
-        print(json.dumps({**attribution.summary(trace), "worst_waits": worst_waits(trace)}, indent=1))
-        return 0
-    if options.out and not options.out.endswith(".txt"):
-        name = str(trace.meta.get("policy", "run"))
-        files.draw({name: trace}, options.out, files.title_of(options.run), {name: facts_of(options.run, options.out)})
-        print(options.out)
-        return 0
-    text = "\n".join([gantt(trace, 140), *idle_lines(trace), *profile_lines(trace)]) + "\n"
-    if options.out:
-        with replaced(options.out) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-        print(options.out)
-    else:
-        print(text, end="")
-    return 0
+    return timeline(options)
 
 
 def _samples(options: argparse.Namespace) -> int:
     from dataflow.samples.command import show
 
     print(show(options.run, options.overrides, options.out, options.json))
-    return 0
-
-
-def _follow(options: argparse.Namespace) -> int:
-    from dataflow.timeline.page.follow import follow
-
-    if options.out or options.json or options.merge:
-        raise ConfigError("timeline --follow serves a page and writes nothing; leave -o, --json and --merge out.")
-    follow(options.run, options.port, lambda url: print(f"timeline: {url} (Ctrl-C ends it)", flush=True))
     return 0
 
 

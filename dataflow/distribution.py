@@ -109,6 +109,8 @@ def parse_distribution(text: str | float, what: str = "latency", folder: Path | 
         hint = nearest(word, _FORMS) or f"; give a number of seconds, {', '.join(forms)} or {last}."
         raise ConfigError(f"{what} '{text}': no distribution is named '{word}'{hint}")
     if word == "empirical":
+        if not any(rest):
+            raise ConfigError(f"{what} '{text}' names no file; write {_FORMS[word]}, of a file with a number a line.")
         return _measured(str(text), what, (folder or Path()) / ":".join(rest))
     numbers = [_number(part) for part in rest]
     if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:

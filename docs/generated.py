@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 import dataflow
 from dataflow.cli import make_parser
+from dataflow.config.keys import yaml_values
 from dataflow.config.keys.overrides import default_of, fields, section_of
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import RunConfig
@@ -221,8 +221,7 @@ def _default(cls: type[BaseModel], path: tuple[str, ...]) -> str:
         return "(required)"
     plain = list(value) if isinstance(value, tuple) else value
     plain = plain.model_dump(exclude_defaults=True) if isinstance(plain, BaseModel) else plain
-    text = yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-    return f"`{text}`".replace("|", "\\|")
+    return f"`{yaml_values.inline(plain)}`".replace("|", "\\|")
 
 
 def _plain(text: str) -> str:

@@ -112,6 +112,10 @@ def test_show_prints_the_stages_and_the_unrolled_graph(capsys: pytest.CaptureFix
     for name in ("graph.mmd", "graph.svg"):
         assert main(["show", PIPELINE, "-o", str(tmp_path / name)]) == 0
         assert (tmp_path / name).stat().st_size > 500
+    capsys.readouterr()
+    assert main(["show", PIPELINE, "-o", str(tmp_path / "beside.mmd"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"]
+    assert (tmp_path / "beside.mmd").read_text() == (tmp_path / "graph.mmd").read_text()
 
 
 def test_options_may_stand_between_keys(capsys: pytest.CaptureFixture[str]) -> None:

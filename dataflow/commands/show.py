@@ -31,11 +31,12 @@ def show(options: argparse.Namespace) -> int:
         from dataflow.drawing.graph_picture import draw_graph
 
         draw_graph(pipeline, graph if unroll else None, Path(options.out), seconds)
-        print(options.out)
-    elif options.json:
+    if options.json:
         window = graph.window(1, steps if unroll else 1)
         nodes = [{"task": str(task), **facts} for task, facts in window.nodes(data=True)]
         print(json.dumps({"tasks": nodes, "edges": [[str(a), str(b)] for a, b in window.edges]}, indent=1))
+    elif options.out:
+        print(options.out)
     else:
         print(pipeline.explain())
         if unroll:

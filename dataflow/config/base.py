@@ -334,9 +334,8 @@ def values_of(config: BaseConfig) -> dict[str, Any]:
 
 def dump_yaml(config: BaseConfig) -> str:
     """Returns the configuration of :func:`values_of` as YAML, its secrets masked, with its remarks as comments."""
-    import yaml
-
+    from dataflow.config.keys import yaml_values
     from dataflow.system.secrets.redaction import redact_values
 
     remarks = "".join(f"# {line}\n" for line in config.remarks())
-    return remarks + yaml.safe_dump(redact_values(values_of(config)), sort_keys=False, allow_unicode=True)
+    return remarks + yaml_values.dump(redact_values(values_of(config)))

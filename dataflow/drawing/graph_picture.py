@@ -30,6 +30,8 @@ _GAPS, _GAPS_DOWN = (17.0, 14.0), (24.0, 12.0)
 _PLAIN: dict[str, Any] = {"color": "#8A8A8A", "linewidth": 1.1}
 _OTHER: dict[str, Any] = {**_PLAIN, "linestyle": (0, (4, 2.5))}
 _CRITICAL: dict[str, Any] = {"color": CRITICAL, "linewidth": 2.2}
+MOST = 800
+"""Tasks in a picture; laying out and drawing so many takes about ten seconds. Mermaid text may have any number."""
 _WIDEST = 820.0
 """A graph that would be wider, and so too wide to read on a screen, runs from top to bottom."""
 
@@ -58,12 +60,14 @@ def draw_graph(
         seconds: stage -> seconds, see :func:`critical_path`.
 
     Raises:
-        ConfigError: the file name has another ending.
+        ConfigError: the file name has another ending, or the graph has more tasks than a picture shows.
     """
     check_out(path)
+    if graph is not None and path.suffix.lower() != ".mmd":
+        _check_size(graph, path)
     shown = stages(pipeline) if graph is None else graph.window()
     critical = critical_path(pipeline, shown, seconds)
-    if path.suffix == ".mmd":
+    if path.suffix.lower() == ".mmd":
         text = stages_chart(pipeline, critical) if graph is None else tasks_chart(shown, critical)
         with replaced(path) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
@@ -79,10 +83,21 @@ def check_out(path: Path) -> None:
     Raises:
         ConfigError: the file name has another ending, or the file cannot be written.
     """
-    if path.suffix not in (".mmd", ".svg", ".png"):
+    if path.suffix.lower() not in (".mmd", ".svg", ".png"):
         raise ConfigError(f"-o {path}: give a name in .mmd (mermaid), .svg or .png.")
     if (why := unwritable(path)) is not None:
         raise ConfigError(f"-o {path}: {why}")
+
+
+def _check_size(graph: TaskGraph, path: Path) -> None:
+    tasks = 0
+    for step in range(graph.first, graph.steps + 1):
+        tasks += len(graph.unroll(step))
+        if tasks > MOST:
+            raise ConfigError(
+                f"-o {path}: steps={graph.steps} has more than the {MOST} tasks that a picture shows; give fewer "
+                "steps, or a name in .mmd, or --json."
+            )
 
 
 def stages(pipeline: Pipeline) -> nx.DiGraph:
@@ -200,7 +215,7 @@ def _draw(
         foot = high - _MARGIN - 8 - i * _FOOT
         axis.plot([0, 22], [foot, foot], **look)
         axis.text(28, foot, text, fontsize=_SMALL, va="center_baseline", color=INK)
-    save(figure, path, path.suffix.lstrip("."))
+    save(figure, path, path.suffix.lower().lstrip("."))
 
 
 def _box(name: str, small: str) -> tuple[float, float]:

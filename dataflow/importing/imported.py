@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-import yaml
 from pydantic import Field, model_validator
 
 from dataflow.algorithms.presets import PRESETS
-from dataflow.config.keys import verl_keys
+from dataflow.config.keys import verl_keys, yaml_values
 from dataflow.config.keys.overrides import fields, parse_overrides
 from dataflow.config.keys.verl_keys import Meaning
 from dataflow.config.run import RunConfig
@@ -286,8 +285,8 @@ def _same(ours: Any, value: Any) -> bool:
 def as_text(value: Any) -> str:
     """Returns a value as it is written behind ``key=``.
 
-    >>> as_text(1e-6), as_text(["console", "wandb"]), as_text("a b"), as_text(True)
-    ('1e-06', '[console,wandb]', 'a b', 'true')
+    >>> as_text(1e-6), as_text(["console", "wandb"]), as_text(["1e5"]), as_text("a b"), as_text(True)
+    ('1e-06', '[console,wandb]', "['1e5']", 'a b', 'true')
     """
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
@@ -299,10 +298,11 @@ def as_text(value: Any) -> str:
         )
     if isinstance(value, int | float):
         return repr(value)
-    if isinstance(value, list | tuple) and all(_SIMPLE.fullmatch(as_text(each)) for each in value):
-        return f"[{','.join(map(as_text, value))}]"
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+    if isinstance(value, list | tuple):
+        texts = [yaml_values.inline(each) if isinstance(each, str) else as_text(each) for each in value]
+        if all(map(_SIMPLE.fullmatch, texts)):
+            return f"[{','.join(texts)}]"
+    return yaml_values.inline(value)
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dataflow.errors import ConfigError
-from dataflow.importing.values import Unknown, Variables, needed
+from dataflow.importing.values import PRINTED, WRITE_OUT, Unknown, Variables, needed
 from dataflow.importing.words import Operator, Reader, Word
 
 MAIN = re.compile(r"(^|[\s./])verl[./]trainer[./]main_ppo(\.py)?(\s|$)")
@@ -56,14 +56,17 @@ def launch_of(text: str, name: str, arguments: Sequence[str], environment: Mappi
         environment: likewise.
 
     Raises:
-        ConfigError: there is no launch of ``verl.trainer.main_ppo``, there are several, or what it needs is unknown.
+        ConfigError: there is no launch of ``verl.trainer.main_ppo``, there are several, what it needs is unknown, or
+            the script is too deep or its values are too long to be followed.
     """
-    follower = _Follower(text, name, Variables(environment, arguments, name))
-    found = follower.follow()
+    try:
+        found = _Follower(text, name, Variables(environment, arguments, name)).follow()
+    except RecursionError as error:
+        raise ConfigError(f"{name} nests too deep to be followed; {WRITE_OUT}.") from error
     if not found:
         raise ConfigError(
             f"{name}: no command that would be reached in it launches verl.trainer.main_ppo; give the script that "
-            "does, or import what the launch prints with '--cfg job --resolve' behind it."
+            f"does, or {PRINTED}."
         )
     if len(found) > 1:
         raise ConfigError(

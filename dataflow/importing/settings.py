@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dataflow.config.keys import verl_keys
+from dataflow.config.keys import verl_keys, yaml_values
 from dataflow.config.keys.nested import flat
+from dataflow.config.keys.overrides import shortened
 from dataflow.errors import ConfigError, alike, nearest
 
 BASES = {
@@ -114,10 +115,9 @@ def of_file(text: str, name: str) -> Settings:
         ConfigError: it is no such configuration, or has a key that verl does not have.
     """
     try:
-        given = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ConfigError(f"{name}: it is not YAML ({reason}); {_PRINTED}.") from error
+        given = yaml_values.load_hydra(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be read as YAML: {error}; {_PRINTED}.") from error
     if not isinstance(given, dict) or "actor_rollout_ref" not in given:
         raise ConfigError(f"{name}: it is no configuration of verl, without section actor_rollout_ref; {_PRINTED}.")
     engine = given.pop("model_engine", "dp")
@@ -156,9 +156,11 @@ def _base(arguments: Sequence[str], name: str) -> tuple[str, list[tuple[str, Any
         try:
             override = parser.parse_override(text)
             given: Any = override.value()
-        except HydraException as error:
+        except (HydraException, RecursionError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"{name}: '{text}' is not key=value as Hydra reads it ({reason}); correct it.") from error
+            raise ConfigError(
+                f"{name}: '{shortened(text)}' is not key=value as Hydra reads it ({shortened(reason)}); correct it."
+            ) from error
         if override.is_sweep_override():
             raise ConfigError(f"{name}: '{text}' is a sweep over several values; give one of them.")
         key = override.key_or_group
@@ -203,8 +205,9 @@ def _laid_over(base: str, overrides: Sequence[tuple[str, Any, bool]], name: str)
             added.append(key)
         try:
             OmegaConf.update(whole, key, value, force_add=True)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{name}: '{key}={value}' does not fit verl's configuration; correct it.") from error
+        except (OmegaConfBaseException, RecursionError) as error:
+            shown = f"{key}={shortened(value)}"
+            raise ConfigError(f"{name}: '{shown}' does not fit verl's configuration; correct it.") from error
         given[key] = None
     values = _resolved(whole, name)
     values, moved = _moved(values, [key for key in given if key in values])

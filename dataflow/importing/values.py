@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,13 @@ _SUMS: Mapping[type, Callable[[int, int], int]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
+PRINTED = "import what the launch prints with '--cfg job --resolve' behind it"
+WRITE_OUT = f"write the launch out, or {PRINTED}"
 _LONGEST_SUM = 200
+_LONGEST = 2**23
+"""Characters of all values of a script together; the system takes a fraction of it as the arguments of a command."""
+_LONGEST_CUT = 2**12
+"""Characters of a value that is cut or replaced by a pattern, whose time is the square of them."""
 
 
 class Variables:
@@ -64,11 +71,13 @@ class Variables:
         self.name = name
         self.passed_on = False
         """Whether the script has read ``"$@"``."""
+        self._length = 0
 
-    def set(self, name: str, value: Value, more: bool = False) -> None:
+    def set(self, name: str, value: Value, more: bool = False, line: int = 0) -> None:
         """Sets a variable, or adds to it (``+=``)."""
         before = self._values.get(name, [] if isinstance(value, list) else "")
         if more and not isinstance(before, Unknown) and not isinstance(value, Unknown):
+            self._grow(len(before) // 16, line)  # a copy takes a fraction of the time of an expansion
             if isinstance(value, list):
                 value = [*(before if isinstance(before, list) else [before]), *value]
             elif isinstance(before, list):
@@ -76,6 +85,12 @@ class Variables:
             else:
                 value = before + value
         self._values[name] = before if more and isinstance(before, Unknown) else value
+
+    def _grow(self, length: int, line: int) -> None:
+        """Counts what a line adds to the values: a few lines can make one that fits into no memory."""
+        self._length += length
+        if self._length > _LONGEST:
+            raise ConfigError(f"{self.name}, line {line}: its values are too long to be followed; {WRITE_OUT}.")
 
     def unset(self, name: str) -> None:
         self._values.pop(name, None)
@@ -100,7 +115,7 @@ class Variables:
                 value = str(self._values.get("HOME", "~")) + value[1:]
             if isinstance(value, Unknown) and not value.unset and value.variable == "":
                 value = Unknown(name, value.why, value.line)
-        self.set(name, value, more)
+        self.set(name, value, more, word.line)
 
     def text(self, word: Word, unset: str | None = None) -> str | Unknown:
         """Returns a word as one text.
@@ -134,6 +149,7 @@ class Variables:
             if not pieces:
                 continue
             for more, piece in enumerate(pieces):
+                self._grow(len(piece) + 1, word.line)
                 if more:
                     found.append("" if open_ is None else open_)
                     open_ = None
@@ -169,7 +185,7 @@ class Variables:
             return str(len(value))
         if part.operator and not kind:
             pattern = self._operand(part.operand, line)
-            if isinstance(pattern, Unknown) or isinstance(value, list):
+            if isinstance(pattern, Unknown) or isinstance(value, list) or len(value) + len(pattern) > _LONGEST_CUT:
                 return Unknown("", f"uses ${{{part.name}{part.operator}...}}", line)
             return _trimmed(value, part.operator, pattern)
         return value
@@ -192,7 +208,7 @@ class Variables:
         if isinstance(value, Unknown) or part.index in ("@", "*"):
             return value
         if isinstance(value, list):
-            at = int(part.index) if part.index.isdigit() else 0
+            at = int(part.index) if re.fullmatch("[0-9]{1,9}", part.index) else 0
             return value[at] if at < len(value) else ""
         return value
 
@@ -212,7 +228,7 @@ class Variables:
             return str(int(self._computed(tree, line)))
         except _NotKnownError as error:
             return error.value
-        except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, KeyError, TypeError):
+        except (ArithmeticError, KeyError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
             return Unknown("", f"takes the sum $(({text.strip()[:_LONGEST_SUM]}))", line)
 
     def _computed(self, tree: ast.expr, line: int) -> int:
@@ -282,7 +298,7 @@ def needed(values: Sequence[Unknown], name: str) -> ConfigError:
     problems = [f"{u.variable or 'a value'} (line {u.line}) {u.why}" for u in by_variable.values()]
     settable = [variable for variable in by_variable if variable.isidentifier()]
     if len(settable) < len(by_variable):
-        fix = "write the value out, or import what the launch prints with '--cfg job --resolve' behind it"
+        fix = f"write the value out, or {PRINTED}"
     else:
         fix = f"set it: {' '.join(f'{each}=...' for each in settable)} dataflow import-verl {name}"
     return ConfigError(f"{name}: {', '.join(problems)}; {fix}.")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from dataflow.errors import counted
+from dataflow.planning.config import MOST_IN_FLIGHT, MOST_SERVERS
 from dataflow.planning.planner import BOUNDS, Prediction, bound_of
 from dataflow.planning.simulation.outcomes import Job, Outcomes
 from dataflow.planning.workload import Workload
@@ -114,27 +115,28 @@ def _about_the_bound(
     agent = next((name for name in workload.agents if bound_of(name) == best.bound_by), None)
     if agent is not None:
         rewards = workload.service_of(agent)
-        each, load = rewards.latency.mean, calls * rewards.seconds
+        each, load, most = rewards.latency.mean, calls * rewards.seconds, math.inf
         if rewards.rpm and calls * 60 / rewards.rpm >= calls * each / rewards.concurrency:
-            wanted = math.ceil(calls * 60 / gpu)
+            wanted = needed = math.ceil(calls * 60 / gpu)
             changed = replace(rewards, rpm=float(wanted))
             why = f"{counted(calls, 'call')} at {rewards.rpm:,.0f} a minute"
             turn = f"{wanted:,} a minute"
         elif rewards.servers is not None:
             servers = rewards.servers
-            wanted = math.ceil(servers.replicas * load / gpu)
-            changed = rewards.with_replicas(wanted)
+            most, needed = MOST_SERVERS, math.ceil(servers.replicas * load / gpu)
+            changed = rewards.with_replicas(wanted := min(needed, most))
             why = f"{counted(calls, 'call')} on {counted(servers.replicas, 'server')} of '{servers.model}'"
             turn = f"{counted(wanted, 'server')} (reward.models.{servers.model}.replicas)"
         else:
-            wanted = math.ceil(calls * each / gpu)
-            changed = replace(rewards, concurrency=wanted)
+            most, needed = MOST_IN_FLIGHT, math.ceil(calls * each / gpu)
+            changed = replace(rewards, concurrency=(wanted := min(needed, most)))
             why = f"{counted(calls, 'call')} x {each:.1f} s / {rewards.concurrency:,} in flight"
             turn = f"{wanted:,} in flight"
+        effect = ", the most of a plan, would not" if needed > most else " would"
         change = outcomes.of(workload.with_service(agent, changed), policy).total_s / base - 1
         return (
             f"the {best.bound_by} bounds {best.policy}: {why} = {load:.4g} s a step against {gpu:.4g} s of GPU work; "
-            f"{turn} would make the GPUs the limit ({change:+.0%} against baseline)."
+            f"{turn}{effect} make the GPUs the limit ({change:+.0%} against baseline)."
         )
     if best.bound_by == BOUNDS["gpu"]:
         shares = workload.work_s()

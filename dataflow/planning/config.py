@@ -18,7 +18,8 @@ DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 WAKE_S = 2.0
 MOST_IN_FLIGHT = 100_000
 """A plan keeps the time of each slot; more slots than a few steps have requests change nothing."""
-
+MOST_SERVERS = 4096
+"""Each request begins on the server with the fewest in flight, which is looked for among all."""
 
 _OF_A_RUN = {
     "data.prompts": "prompts",
@@ -59,10 +60,10 @@ def _elsewhere(key: str, exactly: bool = False) -> str | None:
 class ModelPlan(Section):
     """The servers of a reward model, where they are to differ from those of the run."""
 
-    replicas: PositiveInt | None = None
-    """Servers."""
-    max_num_seqs: PositiveInt | None = None
-    """Requests in flight at one server."""
+    replicas: Annotated[PositiveInt, Field(le=MOST_SERVERS)] | None = None
+    """Servers, up to 4,096."""
+    max_num_seqs: Annotated[PositiveInt, Field(le=MOST_IN_FLIGHT)] | None = None
+    """Requests in flight at one server, up to 100,000."""
     wake: NonNegativeFloat = WAKE_S
     """Seconds to wake it, and as many to let it sleep, where the run did not: for gpus, if it shares GPUs."""
 
@@ -133,8 +134,8 @@ class PlanConfig(Section):
     """Seconds of each stage in a step: a number or a distribution, as for reward.latency."""
     placement: Placement | None = None
     """Engine and trainer on the same GPUs (colocated) or on separate ones (disaggregated); null: as in the source."""
-    gpus: PositiveInt | None = None
-    """GPUs in all: says whether a reward model had better share them or have some of its own."""
+    gpus: Annotated[PositiveInt, Field(le=MOST_SERVERS)] | None = None
+    """GPUs in all, up to 4,096: says whether a reward model had better share them or have some of its own."""
     policy: PolicyConfig | None = None
     """An additional policy to predict."""
     reward: RewardPlan = Field(default_factory=RewardPlan)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dataflow.config.section import LARGEST_FLOAT
 from dataflow.errors import ConfigError, counted, nearest
+from dataflow.planning.config import MOST_IN_FLIGHT, MOST_SERVERS
 from dataflow.planning.simulation.outcomes import Job, Outcome, Outcomes
 from dataflow.planning.workload import Workload
 from dataflow.policy import PRESETS, SchedulingPolicy, divisors, preset
@@ -148,6 +150,8 @@ def _path_s(workload: Workload, policy: SchedulingPolicy, below: float, outcomes
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 _LIMITS = ("concurrency", "rpm")
+_MOST = {"concurrency": MOST_IN_FLIGHT, "rpm": LARGEST_FLOAT, "replicas": MOST_SERVERS}
+"""The bounds of the keys that a knob sets."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     Each reward agent has the knobs of reward under its own name, and each served reward model ``replicas``.
 
     Raises:
-        ConfigError: an unknown knob, or a range without a value.
+        ConfigError: an unknown knob, or a range without a value or beyond the bound of the knob's key.
     """
     knob, *ends = text.split(":")
     knobs = [
@@ -190,6 +194,8 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
         raise ConfigError(f"sweep={text} is not of the form {knob}:LOW:HIGH (two numbers).") from error
     if not 1 <= low <= high < math.inf:
         raise ConfigError(f"sweep={text}: give 1 <= LOW <= HIGH.")
+    if high > (most := _MOST.get(knob.rpartition(".")[2], high)):
+        raise ConfigError(f"sweep={text}: {knob} may be {most:,.0f} at most; give a HIGH up to that.")
     if knob == "mini_batches":
         values = [float(d) for d in divisors(workload.prompts) if low <= d <= high]
         if not values:

@@ -85,6 +85,8 @@ def _said(known: Sequence[int]) -> str:
 
 def _directory(run: str) -> Path:
     path = Path(run)
+    if path.exists() and not path.is_dir():
+        raise DataError(f"no run at '{run}': it is a file; give the directory of a run (runs/NAME).")
     if not path.is_dir():
         near = nearest(run, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else ""
         raise DataError(f"no run at '{run}': there is no such directory{near or '; give a run (runs/NAME).'}")

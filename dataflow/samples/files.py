@@ -19,6 +19,8 @@ Kind: TypeAlias = Literal["step", "val"]
 Row: TypeAlias = dict[str, Any]
 
 _LARGEST = 2**63 - 1
+_IDS = ("step", "group", "sample")
+"""Columns that each file has, and that every reader needs."""
 
 
 def file_of(directory: Path, kind: Kind, step: int) -> Path:
@@ -28,8 +30,9 @@ def file_of(directory: Path, kind: Kind, step: int) -> Path:
 
 def steps_in(directory: Path, kind: Kind) -> list[int]:
     """Returns the steps whose samples are in a directory, in ascending order."""
-    numbers = (path.stem.removeprefix(f"{kind}_") for path in directory.glob(f"{kind}_*.parquet"))
-    return sorted(int(number) for number in numbers if number.isdecimal())
+    paths = {path: path.stem.removeprefix(f"{kind}_") for path in directory.glob(f"{kind}_*.parquet")}
+    numbers = {path: int(number) for path, number in paths.items() if number.isdecimal()}
+    return sorted(step for path, step in numbers.items() if path == file_of(directory, kind, step))
 
 
 def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
@@ -59,7 +62,7 @@ def read(path: Path, groups: Sequence[int] | None = None) -> list[Row]:
         groups: ids of the groups to read; None for all.
 
     Raises:
-        DataError: there is no such file, or it is no parquet file.
+        DataError: there is no such file, it is no parquet file, or it does not say of which samples its rows are.
     """
     import pyarrow
     import pyarrow.compute
@@ -68,6 +71,11 @@ def read(path: Path, groups: Sequence[int] | None = None) -> list[Row]:
     try:
         # Not read_table: it would take "step_000012" in a name for a partition, and read other files beside it.
         table = pyarrow.parquet.ParquetFile(path).read()
+        for name in _IDS if table.num_rows else ():
+            if name not in table.column_names or not _are_ids(table[name]):
+                raise DataError(
+                    f"samples {path}: it has no column '{name}' of whole numbers, as samples do; remove it."
+                )
         if groups is not None:
             table = table.filter(pyarrow.compute.is_in(table["group"], pyarrow.array(groups, "int64")))
         rows: list[Row] = table.to_pylist()
@@ -76,6 +84,12 @@ def read(path: Path, groups: Sequence[int] | None = None) -> list[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"samples {path}: it is no whole parquet file; remove it.") from error
     return rows
+
+
+def _are_ids(column: Any) -> bool:
+    from pyarrow.types import is_integer
+
+    return bool(is_integer(column.type) and column.null_count == 0)
 
 
 def plain(values: Sequence[Any]) -> tuple[list[Any], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
+from dataflow.config.keys import yaml_values
 
 TABLES = re.compile(r"(<!-- options: .*? -->\n)(.*?)(\n<!-- end of options -->)", re.DOTALL)
 """Where a document has its tables."""
@@ -15,9 +15,9 @@ def option_table(prefix: str, section: Any) -> str:
     """Returns the table of a section's keys, their defaults and what they do."""
     rows = [f"| key of `{prefix}` | default | what |", "|---|---|---|"]
     for name, info in type(section).model_fields.items():
-        default = yaml.safe_dump(_plain(getattr(section, name)), default_flow_style=True, width=1000)
+        default = yaml_values.inline(_plain(getattr(section, name)))
         text = " ".join((info.description or "").split()).replace("|", "\\|")
-        rows.append(f"| `{prefix}.{name}` | `{default.removesuffix('...' + chr(10)).strip()}` | {text} |")
+        rows.append(f"| `{prefix}.{name}` | `{default}` | {text} |")
     return "\n".join(rows)
 
 

@@ -71,7 +71,7 @@ def check_out(out: str | os.PathLike[str] | None) -> None:
     Raises:
         DataError: the name is missing or does not end in .json, or the file cannot be written.
     """
-    if out is None or Path(out).suffix != ".json":
+    if out is None or Path(out).suffix.lower() != ".json":
         raise DataError(f"merge: -o {out or 'is missing'}; give it the name of a .json file, -o merged.json.")
     if (why := unwritable(out)) is not None:
         raise DataError(f"merge: -o {out}: {why}")

@@ -318,6 +318,16 @@ def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(old: str
     section, _, leaf = old.partition(".")
     with pytest.raises(ConfigError, match=said):
         build(RunConfig, {section: {leaf: 2}})
+    for near in (f"+{old}", f"~{old}", old.replace("_", "-"), old.title(), old.replace(".", "/"), f"{old}.x", leaf):
+        with pytest.raises(ConfigError, match=f"^unknown key '{re.escape(near)}'; it is called '{re.escape(new)}' now"):
+            parse_overrides(RunConfig, [f"{near}=3"])
+
+
+def test_a_text_in_a_mapping_keeps_its_quotes() -> None:
+    config = parse_overrides(RunConfig, ["reward={manager_kwargs: {a: '1e5', b: ['010'], c: 1e5}}"])
+    assert config.reward.manager_kwargs == {"a": "1e5", "b": ["010"], "c": 1e5}
+    with pytest.raises(ConfigError, match=r"nests too deep, over 50 levels; give fewer\.$"):
+        parse_overrides(RunConfig, ["reward.manager_kwargs=" + "[" * 3000])
 
 
 @pytest.mark.parametrize(

@@ -98,3 +98,18 @@ def test_another_kind_is_refused_and_nothing_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"give a name in \.mmd \(mermaid\), \.svg or \.png"):
         draw_graph(pipeline(), None, tmp_path / "g.pdf")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+def test_a_graph_that_would_take_minutes_to_draw_is_refused(tmp_path: Path) -> None:
+    p = pipeline()
+    for steps in (500, 10**9):
+        graph = expand(p, SchedulingPolicy(split=2), steps, 2, groups=4)
+        for kind in ("svg", "PNG"):
+            with pytest.raises(
+                ConfigError, match=f"steps={steps} has more than the 800 tasks .* a name in .mmd, or --"
+            ):
+                draw_graph(p, graph, tmp_path / f"g.{kind}")
+    assert list(tmp_path.iterdir()) == []
+    draw_graph(p, expand(p, SchedulingPolicy(split=2), 500, 2, groups=4), tmp_path / "g.MMD")
+    assert (tmp_path / "g.MMD").read_text().startswith("flowchart")

@@ -67,7 +67,13 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["large.sh"], "is larger than any launch"),
         (["locked.sh"], "locked.sh cannot be read"),
         (["unset.sh"], "unset.sh: DATA_DIR (line 1) is not set; set it: DATA_DIR=... dataflow import-verl unset.sh."),
-        (["odd.yaml"], "odd.yaml: it is not YAML"),
+        (["odd.yaml"], "odd.yaml cannot be read as YAML: "),
+        (
+            ["twice.yaml"],
+            "twice.yaml cannot be read as YAML: key 'a' is given twice (line 2); add '--cfg job --resolve'",
+        ),
+        (["circle.yaml"], "circle.yaml cannot be read as YAML: aliases (*name) are not read; write the value out"),
+        (["deep.yaml"], "deep.yaml cannot be read as YAML: it nests too deep"),
         (["other.yaml"], "it is no configuration of verl"),
         (["list.yaml"], "it is no configuration of verl"),
         (["older.yaml"], "verl 0.9 has no key 'actor_rollout_ref.actor.no_such'"),
@@ -89,6 +95,9 @@ def test_bad_input_is_one_sentence(
     Path("locked.sh").chmod(0)
     Path("unset.sh").write_text("python -m verl.trainer.main_ppo data.train_files=$DATA_DIR/train.parquet")
     Path("odd.yaml").write_text("a: [")
+    Path("twice.yaml").write_text("a: {b: 1}\na: {c: 1}")
+    Path("circle.yaml").write_text("actor_rollout_ref: &a {x: *a}")
+    Path("deep.yaml").write_text("a: " + "{a: " * 5000)
     Path("other.yaml").write_text("model: x")
     Path("list.yaml").write_text("- 1")
     Path("older.yaml").write_text("actor_rollout_ref: {actor: {no_such: 1}}")

@@ -36,6 +36,7 @@ def arguments(text: str, *given: str, **environment: str) -> list[str]:
          ["Model-7B.bin", "org/Model-7B", "org", "Model-7B.bin", "0rg/M0del-7B.bin", "16"]),
         (f"A=(x 'y z')\nA+=(w)\n{LAUNCH} \"${{A[@]}}\" ${{A[0]}} ${{#A[@]}}", ["x", "y z", "w", "x", "3"]),
         (f"A=(\n  # nothing yet\n)\n{LAUNCH} \"${{A[@]}}\" a=1", ["a=1"]),
+        ("A+=(b=1)\n" * 900 + f"{LAUNCH} ${{A[899]}} ${{A[²]}}", ["b=1", "b=1"]),
         (f"N=4\n{LAUNCH} $((N * 1024)) $(( (N + 2) / 4 )) $((${{N}}%3)) $((-N))", ["4096", "1", "1", "-4"]),
         (f"export X=1 Y=2\nreadonly Z=3\n{LAUNCH} $X$Y$Z", ["123"]),
         (f"X=1\nunset X\n{LAUNCH} a=${{X:-none}}", ["a=none"]),
@@ -90,6 +91,15 @@ def test_the_environment_is_the_scripts() -> None:
         (f"{LAUNCH} ${{a", "line 1: the bracket { is not closed"),
         (f"{LAUNCH} ${{!a}}", "${!a} is not read; write its value out"),
         (f"bash -c '{LAUNCH} a=1'", "the launch is a text within a command; write it out"),
+        ("(" * 3000, "run.sh nests too deep to be followed; write the launch out, or import what the launch prints"),
+        ("if true; then " * 3000, "nests too deep"),
+        ("[[ " + "a || " * 3000 + " a ]]", "nests too deep"),
+        ("A=(" * 3000, "nests too deep"),
+        ("A=" + "${a:-" * 500 + "}" * 500, "nests too deep"),
+        ("A=$((" + "-" * 9000 + f"1))\n{LAUNCH} $A", "takes the sum"),
+        ("A=0123456789abcdef\n" + "A=$A$A\n" * 40 + LAUNCH, "line 19: its values are too long to be followed; write"),
+        ("A=" + "a" * 9999 + "\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40 + LAUNCH, "values are too long"),
+        (f"A={'a' * 5000}\n{LAUNCH} ${{A//a/$A}}", "uses ${A//...}"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_known_is_one_sentence(script: str, message: str) -> None:

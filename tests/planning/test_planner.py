@@ -264,6 +264,7 @@ def test_a_sweep_holds_a_row_for_each_value() -> None:
     times = found.as_dict()["policies"][1]["step_s"]
     assert times == sorted(times, reverse=True)
     assert parse_sweep("mini_batches:1:4", load()) == ("mini_batches", (1, 2, 4))
+    assert parse_sweep("reward.concurrency:1e5:1e5", load()) == ("reward.concurrency", (100_000,))
     assert turned(load(), "reward.rpm", 90.0).rewards.rpm == 90.0
     assert turned(load(), "mini_batches", 2.0).mini_batches == 2
 
@@ -277,6 +278,9 @@ def test_a_sweep_holds_a_row_for_each_value() -> None:
         ("reward.concurrency:8:2", "give 1 <= LOW <= HIGH"),
         ("reward.concurrency:0:2", "give 1 <= LOW <= HIGH"),
         ("mini_batches:3:3", "no number from 3 to 3 divides 4 prompts"),
+        ("reward.concurrency:1:100001", "reward.concurrency may be 100,000 at most; give a HIGH up to that."),
+        ("reward.concurrency:1e9:1e9", "reward.concurrency may be 100,000 at most"),
+        ("reward.rpm:1:1e12", "reward.rpm may be 1,000,000,000 at most"),
     ],
 )
 def test_a_sweep_that_cannot_be_made_is_said(text: str, message: str) -> None:

@@ -131,6 +131,10 @@ def test_a_runs_own_samples_are_not_written_over(run: Path, capsys: pytest.Captu
 def test_runs_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no samples" in printed(capsys, str(tmp_path), code=2)
     assert "no run at" in printed(capsys, str(tmp_path / "gone"), code=2)
+    (tmp_path / "trace.json").write_text("[]")
+    said = printed(capsys, str(tmp_path / "trace.json"), code=2)
+    assert "trace.json': it is a file; give the directory of a run" in said
+    assert "did you mean" not in said
     (tmp_path / "samples").mkdir()
     assert "the run kept no such samples" in printed(capsys, str(tmp_path), code=2)
     assert run_page(tmp_path, []) is None

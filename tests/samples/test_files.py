@@ -23,7 +23,9 @@ pytest.importorskip("pyarrow")
 def test_columns_come_back_as_they_were(tmp_path: Path) -> None:
     path = file_of(tmp_path / "samples", "step", 12)
     columns: dict[str, Any] = {
+        "step": [12, 12],
         "group": [3, 4],
+        "sample": [0, 1],
         "score": [1, 0.5],
         "words": ["right", None],
         "mixed": [{"a": [1]}, "text"],
@@ -36,8 +38,8 @@ def test_columns_come_back_as_they_were(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["step_000012.parquet"], "nothing else is left"
     first, second = read(path)
     assert first == {
-        "group": 3, "score": 1.0, "words": "right", "mixed": '{"a": [1]}', "array": "[0, 1]", "flag": True,
-        "large": float(2**70), "empty": None,
+        "step": 12, "group": 3, "sample": 0, "score": 1.0, "words": "right", "mixed": '{"a": [1]}',
+        "array": "[0, 1]", "flag": True, "large": float(2**70), "empty": None,
     }  # fmt: skip
     assert (second["words"], second["mixed"], second["array"]) == (None, "text", "1.5")
     assert read(path, [4]) == [second]
@@ -46,6 +48,8 @@ def test_columns_come_back_as_they_were(tmp_path: Path) -> None:
 def test_steps_are_found_by_their_kind(tmp_path: Path) -> None:
     for kind, step in (("step", 2), ("step", 10), ("val", 0)):
         write(file_of(tmp_path, kind, step), {"group": [0]})  # type: ignore[arg-type]
+    for other in ("step_٣", "step_000٣11", "step_7", "step_²", "step_x", "step_"):
+        (tmp_path / f"{other}.parquet").write_bytes(b"of no step")
     (tmp_path / ".step_000011.parquet.77").write_bytes(b"half of a file")
     assert (steps_in(tmp_path, "step"), steps_in(tmp_path, "val")) == ([2, 10], [0])
 
@@ -58,6 +62,26 @@ def test_a_file_that_is_not_whole_is_one_sentence(tmp_path: Path, content: bytes
         read(path)
     with pytest.raises(DataError, match="there is no such file"):
         read(file_of(tmp_path, "step", 2))
+
+
+@pytest.mark.parametrize(
+    ("columns", "missing"),
+    [
+        ({"score": [1.0]}, "step"),
+        ({"step": [1], "group": [0], "score": [1.0]}, "sample"),
+        ({"step": [1], "group": [None], "sample": [0]}, "group"),
+        ({"step": ["one"], "group": [0], "sample": [0]}, "step"),
+    ],
+)
+def test_a_file_without_the_ids_of_samples_is_one_sentence(
+    tmp_path: Path, columns: dict[str, Any], missing: str
+) -> None:
+    path = file_of(tmp_path, "step", 1)
+    write(path, columns)
+    with pytest.raises(DataError, match=f"it has no column '{missing}' of whole numbers, as samples do; remove it"):
+        read(path)
+    write(path, {name: [] for name in columns})
+    assert read(path) == []
 
 
 circle: list[Any] = []

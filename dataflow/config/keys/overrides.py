@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dataflow.config.keys import yaml_values
+from dataflow.config.keys import suggestions, yaml_values
 from dataflow.config.keys.nested import flat
-from dataflow.errors import ConfigError, UserError, alike, nearest
+from dataflow.errors import ConfigError, UserError, nearest
 from dataflow.system.secrets.given import keep_given
 from dataflow.system.secrets.redaction import redact
 from dataflow.usercode.failures import is_interrupt, message_of
@@ -31,6 +30,8 @@ WANTED = {
     "string": "give a text",
     "tuple": "give a list, [a,b]",
 }
+_FIXES = {"twice": "; give it once", "aliases": "", "nests": "; give fewer"}
+"""The fix for a part of what :mod:`yaml_values` says about a value."""
 _SHOWN = 120
 BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "of at most"}
 
@@ -68,9 +69,8 @@ def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] |
             for name in path[:-1]:
                 at = at.setdefault(name, {})
             at[path[-1]] = value
-    return build(
-        cls, _laid_over(base or {}, values), {key: arg.partition("=")[2].strip() for key, arg in given.items()}
-    )
+    typed = {key: arg.partition("=")[2].strip() for key, arg in given.items()}
+    return build(cls, _laid_over(expanded(cls, base or {}), values), typed)
 
 
 def _laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,12 +83,17 @@ def _laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def expanded(cls: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested values with plain ones of sections (``policy: both``) under the keys that they set."""
+    """Returns nested values with plain ones of sections (``policy: both``) under the keys that they set.
+
+    A section that is named and holds nothing (``reward:``) has its defaults.
+    """
     found = dict(values)
     for name, info in cls.model_fields.items():
         value, section, short = values.get(name), section_of(info), _shorthand(info)
         if section is not None and isinstance(value, Mapping):
             found[name] = expanded(section, value)
+        elif section is not None and value is None and not accepts(info.annotation, type(None)):
+            found.pop(name, None)
         elif short is not None and isinstance(value, str):
             found[name] = {short: value}
     return found
@@ -141,8 +146,7 @@ def describe(cls: type[BaseModel]) -> str:
             rows.append(("", ""))
             rows.append((f"# {'.'.join(path)}: {' '.join((section.__doc__ or '').split())}", ""))
         else:
-            default = yaml.safe_dump(_plain(default_of(cls, path)), default_flow_style=True, width=1000)
-            rows.append((f"{'.'.join(path)}={default.removesuffix('...' + chr(10)).strip()}", doc))
+            rows.append((f"{'.'.join(path)}={yaml_values.inline(_plain(default_of(cls, path)))}", doc))
     wide = max(len(left) for left, doc in rows if doc)
     return "\n".join(f"{left:<{wide}}  {doc}".rstrip() for left, doc in rows).strip("\n")
 
@@ -194,6 +198,11 @@ def _keys_below(cls: type[BaseModel], key: str) -> list[str]:
     return [f"{name}.{'.'.join(path)}" for path, _info in fields(kind)]
 
 
+def _section_at(cls: type[BaseModel], key: str) -> type[BaseModel] | None:
+    info, rest = _find(cls, tuple(key.split(".")))
+    return None if info is None else named_section_of(info) if rest else section_of(info)
+
+
 def _shorthand(info: FieldInfo) -> str | None:
     return getattr(section_of(info), "shorthand", None)
 
@@ -212,13 +221,17 @@ def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[
     value = _yaml(key, raw) if raw.startswith("{") else raw
     if isinstance(value, dict):
         for name, inner in value.items():
-            text = inner if isinstance(inner, str) else yaml.safe_dump(inner, default_flow_style=True)
-            yield from _settings(cls, f"{key}.{name}", text.removesuffix("...\n").strip())
+            text = inner if isinstance(inner, str) else yaml_values.inline(inner)
+            yield from _settings(cls, f"{key}.{name}", text.strip())
     elif short := _shorthand(info):
         yield from _settings(cls, f"{key}.{short}", raw)
     else:
-        names = ", ".join(f"{key}.{name}" for name in section.model_fields)
-        raise ConfigError(f"{key}={shortened(raw)}: '{key}' is a section; set one of its keys: {names}.")
+        raise ConfigError(_not_a_section(key, raw, section))
+
+
+def _not_a_section(key: str, value: object, section: type[BaseModel]) -> str:
+    names = ", ".join(f"{key}.{name}" for name in section.model_fields)
+    return f"{key}={shortened(value)}: '{key}' is a section; set one of its keys: {names}."
 
 
 def _find(cls: type[BaseModel], path: tuple[str, ...]) -> tuple[FieldInfo | None, tuple[str, ...]]:
@@ -239,53 +252,8 @@ def refusal(cls: type[BaseModel], key: str) -> str | None:
 
 def _unknown(cls: type[BaseModel], key: str) -> str:
     keys = [*_keys(cls), *_keys_below(cls, key)]
-    section, _, leaf = key.rpartition(".")
-    same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
-    same_section = [k for k in keys if section and k.startswith(f"{section}.")]
-    # Check verl's names first, so that they are not taken for misspelt names of another meaning.
     elsewhere = getattr(cls, "elsewhere", lambda key, exactly=False: None)
-    if (now := getattr(cls, "renamed", {}).get(key)) is not None:
-        return f"unknown key '{key}'; it is called '{now}' now."
-    if (message := elsewhere(key, exactly=True)) is not None:
-        return f"unknown key '{key}'; {message}"
-    guess = _in_other_letters(key, keys)
-    if not guess and section in keys and not same_section:
-        guess = f"; did you mean '{section}'?"
-    guess = guess or _nearest_leaf(leaf, same_section) or _continued(leaf, same_section)
-    if not guess and (message := elsewhere(key)) is not None:
-        return f"unknown key '{key}'; {message}"
-    if not guess and same_leaf:
-        names = f"'{same_leaf[0]}'" if len(same_leaf) == 1 else f"one of {', '.join(same_leaf)}"
-        guess = f"; did you mean {names}?"
-    # A short name is like some key of any configuration; those beside it say more.
-    if len(leaf) > (3 if same_section else 2):
-        guess = guess or _nearest_leaf(leaf, keys)
-    if not guess and same_section:
-        guess = f"; keys of '{section}': {', '.join(k.removeprefix(f'{section}.') for k in same_section)}."
-    return f"unknown key '{key}'" + (guess or f"; keys and sections: {', '.join(cls.model_fields)}.")
-
-
-def _in_other_letters(key: str, keys: Sequence[str]) -> str:
-    """Suggests the key that is the same but for case, separators and the marks of Hydra and of options."""
-    plain = key.lstrip("+~-").lower()
-    forms = (plain, plain.replace("-", "_"), plain.replace("/", "."), plain.replace("-", ".", 1).replace("-", "_"))
-    found = next((form for form in forms if form in keys), None)
-    return f"; did you mean '{found}'?" if found else ""
-
-
-def _continued(leaf: str, keys: Sequence[str]) -> str:
-    """Suggests the only key that continues the one given, as ``api_key_env`` continues ``api_key``."""
-    longer = [key for key in keys if key.rpartition(".")[2].startswith(f"{leaf}_")]
-    return f"; did you mean '{longer[0]}'?" if len(longer) == 1 else ""
-
-
-def _nearest_leaf(leaf: str, keys: Sequence[str]) -> str:
-    """Suggests the key with the nearest last part; a common section would make any two keys look alike."""
-    by_leaf: dict[str, str] = {}
-    for key in keys:
-        by_leaf.setdefault(key.rpartition(".")[2], key)
-    found = alike(leaf, by_leaf)
-    return f"; did you mean '{by_leaf[found]}'?" if found else ""
+    return suggestions.unknown(key, keys, list(cls.model_fields), elsewhere, getattr(cls, "renamed", {}))
 
 
 def shortened(value: object) -> str:
@@ -299,7 +267,8 @@ def _yaml(key: str, raw: str) -> Any:
         return yaml_values.load(raw)
     except ValueError as error:
         message = str(error)
-        why = f"{message}; give it once" if "twice" in message else "the value is not YAML; put quotes around a text"
+        fix = next((fix for part, fix in _FIXES.items() if part in message), None)
+        why = "the value is not YAML; put quotes around a text" if fix is None else f"{message}{fix}"
         raise ConfigError(f"{key}={shortened(raw)}: {why}.") from error
 
 
@@ -376,8 +345,11 @@ def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, 
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"] if _is_key(part))
     kind, context = first["type"], first.get("ctx", {})
-    if kind == "extra_forbidden":
-        return _unknown(cls, key)
+    if kind in ("extra_forbidden", "invalid_key"):  # the key may be none that could be typed: 1, a-b
+        *sections, name = first["loc"]
+        return _unknown(cls, ".".join([*(str(part) for part in sections if _is_key(part)), str(name)]))
+    if kind == "model_type" and (section := _section_at(cls, key)) is not None:
+        return _not_a_section(key, first["input"], section)
     shown = shortened(typed.get(key, first["input"]))
     bound = next((name for name in BOUNDS if name in context), None)
     if kind == "missing" and key not in typed:
@@ -401,4 +373,6 @@ def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, 
         wanted = "give a list of the right length"
     else:
         wanted = WANTED.get(kind.partition("_")[0], first["msg"][:1].lower() + first["msg"][1:])
+        if kind == "string_type" and key not in typed:  # in a file, where 0123 is a number
+            wanted += " in quotes"
     return f"{key}={shown}: {wanted}."

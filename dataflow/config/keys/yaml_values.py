@@ -1,6 +1,8 @@
 """YAML for configurations: numbers are decimal, and a duplicate key is an error.
 
-YAML 1.1 reads 010 as 8, 0x10 as 16, 1:40 as 100 and 2024-01-01 as a date; a configuration means none of these.
+YAML 1.1 reads 010 as 8, 0x10 as 16, 1:40 as 100 and 2024-01-01 as a date; a configuration means none of these. All
+files that a user writes and all ``key=value`` arguments are read here; what is written here reads back as it was, by
+this reader and by others of YAML 1.1.
 """
 
 from __future__ import annotations
@@ -11,16 +13,34 @@ from typing import Any
 
 import yaml
 
+DEEPEST = 50
+"""Levels of nested lists and mappings; a configuration has less than ten."""
+_TEXT = "tag:yaml.org,2002:str"
 _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
-_OTHERS = (_INT, _FLOAT, "tag:yaml.org,2002:timestamp")
+_DATE = "tag:yaml.org,2002:timestamp"
+_INTS = re.compile(r"[-+]?[0-9][0-9_]*$"), list("-+0123456789")
+_FLOATS = (
+    re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
+        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
+    list("-+.0123456789"),
+)
 
 
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as yaml declares it
-        first: [(tag, pattern) for tag, pattern in of if tag not in _OTHERS]
+def _without(*tags: str) -> dict[str, Any]:
+    """Returns the rules of YAML 1.1 on what a plain scalar is, without those for some types."""
+    return {
+        first: [(tag, pattern) for tag, pattern in of if tag not in tags]
         for first, of in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+
+class _Guarded(yaml.SafeLoader):
+    """YAML that reads in a time and a depth that its length bounds, and loses nothing."""
+
+    _depth = 0
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -34,40 +54,102 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        mark = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
             # A few lines of nested aliases can expand to more values than fit in memory.
-            raise yaml.composer.ComposerError(
-                None, None, "aliases (*name) are not read; write the value out", self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read; write the value out", mark)
+        if self._depth > DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"it nests too deep, over {DEEPEST} levels", mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+class _Loader(_Guarded):
+    """Decimal numbers, and no dates."""
+
+    yaml_implicit_resolvers = _without(_INT, _FLOAT, _DATE)
 
     def construct_number(self, node: yaml.ScalarNode) -> int:
         return int(str(self.construct_scalar(node)).replace("_", ""))
 
 
-_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9][0-9_]*$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(
-        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
-        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
-    ),
-    list("-+.0123456789"),
-)
+class _LoaderOfOlder(_Loader):
+    """Reads what PyYAML's own dumper has written, which leaves 1e5 and 08 without quotes if they are texts."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
+        if kind is yaml.ScalarNode and implicit[0] and tag in (_INT, _FLOAT):
+            rules = yaml.SafeLoader.yaml_implicit_resolvers.get(value[:1], ())
+            return tag if any(pattern.match(value) for _tag, pattern in rules) else _TEXT
+        return tag
+
+
+class _HydraLoader(_Guarded):
+    """The types that Hydra and OmegaConf read: those of YAML 1.1, and 1e5 is a number, and no dates."""
+
+    yaml_implicit_resolvers = _without(_DATE)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes each text that this reader or one of YAML 1.1 would take for something else."""
+
+    yaml_implicit_resolvers = _without()
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _each in (_Loader, _Dumper):
+    _each.add_implicit_resolver(_INT, *_INTS)
+for _each in (_Loader, _HydraLoader, _Dumper):
+    _each.add_implicit_resolver(_FLOAT, *_FLOATS)
 _Loader.add_constructor(_INT, _Loader.construct_number)
+_LoaderOfOlder.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def load(text: str) -> Any:
     """Returns the value of a YAML text.
 
     Raises:
-        ValueError: it is not YAML, has a duplicate key or nests too deeply; the message is part of a sentence.
+        ValueError: it is not YAML, has a duplicate key or an alias, or nests too deeply; the message is part of a
+            sentence.
     """
+    return _read(text, _Loader)
+
+
+def load_older(text: str) -> Any:
+    """Returns the value of a text that PyYAML's own dumper has written, as it was; raises as :func:`load` does."""
+    return _read(text, _LoaderOfOlder)
+
+
+def load_hydra(text: str) -> Any:
+    """Returns the value of a text with the types that Hydra reads; raises as :func:`load` does."""
+    return _read(text, _HydraLoader)
+
+
+def _read(text: str, loader: type[_Guarded]) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or "it holds a character that YAML does not take"
+        if problem.startswith("but "):
+            problem = f"{getattr(error, 'context', None)}, {problem}"
         raise ValueError(problem + (f" (line {mark.line + 1})" if mark and "\n" in text.strip() else "")) from error
-    except RecursionError as error:
-        raise ValueError("it nests too deep") from error
+
+
+def dump(values: Any) -> str:
+    """Returns values as YAML of a file: lines of ``key: value``, in the order of the values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def inline(value: Any) -> str:
+    """Returns a value as YAML in one line, as it is written behind ``key=``.
+
+    >>> inline(1e-6), inline(["a", "1e5"]), inline({"b": None})
+    ('1.0e-06', "[a, '1e5']", '{b: null}')
+    """
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+    return str(text).removesuffix("\n").removesuffix("\n...")

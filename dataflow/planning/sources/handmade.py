@@ -49,7 +49,7 @@ def values(path: Path) -> Mapping[str, Any]:
 def distribution_of(text: str, what: str, path: Path) -> Distribution:
     """Returns a distribution; its file is looked up beside the costs, then in the current directory."""
     name = text.partition(":")[2]
-    beside = text.startswith("empirical:") and (path.parent / name).exists()
+    beside = text.startswith("empirical:") and (path.parent / name).is_file()
     return parse_distribution(text, what, path.parent if beside else None)
 
 

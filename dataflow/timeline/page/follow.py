@@ -48,6 +48,7 @@ def follow(run: str, port: int, on_address: Callable[[str], None], least_s: floa
 
 
 async def _serve(path: Path, port: int, on_address: Callable[[str], None], least_s: float) -> None:
+    import watchfiles  # noqa: F401 - the watcher's, which is missed before an address is printed
     from aiohttp import web
 
     follower = Follower(path, least_s)

@@ -112,6 +112,11 @@ def test_a_secret_has_to_be_given_again(path: Path) -> None:
         ("- 1", "is not the configuration of a run"),
         ("seed: 1", "does not name its pipeline file"),
         ("origin: {pipeline: 3}", "does not name its pipeline file"),
+        ("seed: 1\nseed: 2", r"cannot be read: key 'seed' is given twice \(line 2\); correct it"),
+        ("reward: {rpm: 1}\nreward: {tpm: 1}", "key 'reward' is given twice"),
+        ("seed: &a\n  x: *a", "aliases .* are not read; write the value out"),
+        ("seed: " + "[" * 3000, "nests too deep"),
+        ("seed: 1\n---\nseed: 2", "but found another document"),
     ],
 )
 def test_a_damaged_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
@@ -120,6 +125,57 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, text: str, said: str) ->
         Saved(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match="No such file"):
         Saved(tmp_path / "none.yaml")
+
+
+def test_values_are_read_as_on_the_command_line(path: Path) -> None:
+    head = f"origin: {{pipeline: {path.parent / 'own.py'}}}\n"
+    recipe = path.parent / "recipe.yaml"
+    recipe.write_text(head + "steps: 010\nreward:\n  manager_kwargs: {a: 1e-5, b: 1:30, c: 2001-01-01}\n")
+    config = load(recipe, [])[1]
+    assert config.steps == 10
+    assert config.reward.manager_kwargs == {"a": 1e-5, "b": "1:30", "c": "2001-01-01"}  # type: ignore[attr-defined]
+    for text, said in [
+        ("steps: 1:30", "steps=1:30: give a whole number"),
+        ("model: {path: 0123}", "give a text in quotes"),
+        ("1: 3", "unknown key '1'; keys and sections: policy"),
+        ("reward: {spare-groups: 3}", "unknown key 'reward.spare-groups'; it is called 'reward.extra_groups' now"),
+        ("reward: 3", "reward=3: 'reward' is a section; set one of its keys: reward.concurrency, "),
+        ("reward: {models: {rm: 3}}", "'reward.models.rm' is a section; set one of its keys: reward.models.rm.path"),
+    ]:
+        recipe.write_text(head + text)
+        with pytest.raises(ConfigError, match=said):
+            load(recipe, [])
+
+
+def test_an_empty_section_has_its_defaults(path: Path) -> None:
+    recipe = path.parent / "recipe.yaml"
+    recipe.write_text(f"origin: {{pipeline: {path.parent / 'own.py'}}}\npolicy:\nreward:\njudge:\nsteps: 7\n")
+    config = load(recipe, [])[1]
+    assert (config.steps, config.policy, config.reward) == (7, RunConfig().policy, RunConfig().reward)  # type: ignore[attr-defined]
+    assert load(recipe, ["reward.rpm=3"])[1].reward.rpm == 3  # type: ignore[attr-defined]
+
+
+LIKE_NUMBERS = {"a": "1e5", "b": "08", "c": ["1:30", "010"], "1e5": 1e-5, "d": "2001-01-01", "e": "yes", "f": ""}
+
+
+def test_a_text_that_looks_like_a_number_is_kept(path: Path) -> None:
+    given = {"reward": {"manager_kwargs": LIKE_NUMBERS}, "name": "08", "model": {"path": "1e5"}}
+    path.write_text(dump(parse_overrides(RunConfig, [], given), path.parent / "own.py"))
+    before = Saved(path).before()
+    assert (before.name, before.model.path) == ("08", "1e5")  # type: ignore[attr-defined]
+    assert before.reward.manager_kwargs == LIKE_NUMBERS  # type: ignore[attr-defined]
+
+
+def test_the_file_of_an_older_run_is_read_as_it_was_written(path: Path) -> None:
+    """Before its format had a number, PyYAML's own dumper wrote it, which puts no quotes around 1e5."""
+    given = {"reward": {"manager_kwargs": LIKE_NUMBERS}, "name": "08", "model": {"path": "1e5"}}
+    values = yaml.safe_load(dump(parse_overrides(RunConfig, [], given), path.parent / "own.py"))
+    del values[ORIGIN]["format"]
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    assert "path: 1e5\n" in path.read_text()
+    before = Saved(path).before()
+    assert (before.name, before.model.path) == ("08", "1e5")  # type: ignore[attr-defined]
+    assert before.reward.manager_kwargs == LIKE_NUMBERS  # type: ignore[attr-defined]
 
 
 def test_changes_are_found_at_any_depth() -> None:

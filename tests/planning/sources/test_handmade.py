@@ -69,6 +69,7 @@ def test_a_stage_that_nothing_runs_is_said(costs: Path) -> None:
         (["reward.rpm=0"], "reward.rpm=0: give a number greater than 0"),
         (["mini_batches=3"], "mini_batches=3 does not divide 4 prompt groups"),
         (["stages.actor_update=empirical:gone.txt"], "cannot read"),
+        (["stages.actor_update=empirical:"], "'empirical:' names no file; write empirical:FILE"),
     ],
 )
 def test_what_is_wrong_is_said(costs: Path, keys: list[str], message: str) -> None:
