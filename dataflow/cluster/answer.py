@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import pickle
+import re
+import sysconfig
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from dataflow.errors import RunError, ServiceLost
+from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.usercode.failures import (
     attribute_of,
     can_be_traced,
+    encodable,
     is_cancelled,
     message_of,
     pickled_error,
@@ -25,6 +29,14 @@ DIED = "the process that ran it died (killed, or out of memory)"
 GONE = "a value that it needs is gone with the node that held it"
 _IN_CREATION = "in its creation task"
 """How Ray's message says that an actor could not be made."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_FRAMES = re.compile(r'^ *File "([^"]+)", line', re.MULTILINE)
+_LIBRARIES = (
+    "<frozen ",
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
+"""Paths of code that is not the user's."""
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +72,7 @@ def answer_to(error: BaseException) -> BaseException:
     sent = None if is_cancelled(error) else pickled_error(error, dumps)
     if is_cancelled(error) or (sent is not None and can_be_traced(error)):
         return error
-    what = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
+    what = encodable(f"{type(error).__name__}: {message_of(error)}".rstrip(": "))
     copy: BaseException | None = None if sent is None else pickle.loads(sent)
     instead = copy if copy is not None and can_be_traced(copy) else RunError(what)
     instead.add_note(trace_of(error))
@@ -127,7 +139,8 @@ def cause(error: BaseException) -> BaseException:
         return ServiceLost(GONE)
     wrapped = isinstance(error, exceptions.RayTaskError)
     if wrapped and isinstance(inner := getattr(error, "cause", None), BaseException):
-        inner.add_note(shortened(str(error)))
+        if trace := _trace(error, inner):
+            inner.add_note(trace)
         return inner
     if died(error) and _IN_CREATION in str(error):
         return RunError(
@@ -136,6 +149,14 @@ def cause(error: BaseException) -> BaseException:
     if died(error):
         return ServiceLost(f"{DIED}; see Ray's log for its last output: {last_words(error)}")
     return error
+
+
+def _trace(error: BaseException, inner: BaseException) -> str:
+    """Returns Ray's traceback of a worker's exception; "" if that is a sentence of ours and no frame is the user's."""
+    text = _COLOURS.sub("", str(error))
+    if isinstance(inner, DataflowError) and all(file.startswith(_LIBRARIES) for file in _FRAMES.findall(text)):
+        return ""
+    return shortened(text)
 
 
 def last_words(error: BaseException) -> str:

@@ -42,6 +42,10 @@ _SYSTEM = {
 _AGENT = "--dashboard_agent_command="
 
 
+_TOO_LONG = "AF_UNIX path length"
+"""Ray's words for a temporary directory with a long path."""
+
+
 class Daemons(dict[str, list[Any]]):
     """The processes of a node by Ray's names, such as ``gcs_server``.
 
@@ -100,8 +104,7 @@ class LocalRay:
         except Exception as error:
             self.close()
             raise RunError(
-                f"Ray does not start on this machine: {' '.join(str(error).split()).rstrip('.')}; see Ray's logs in "
-                "/tmp/ray/session_latest/logs."
+                f"Ray does not start on this machine: {_reason(error)}; see Ray's logs in {_logs()}."
             ) from error
         except BaseException:
             self.close()
@@ -140,6 +143,7 @@ def _environment(token_path: str, variables: Mapping[str, str]) -> Iterator[None
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": None,
         "RAY_AUTH_TOKEN_PATH": token_path,
+        "RAY_CLIENT_MODE": None,  # of a process that joins a cluster through Ray's client
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
     }
     before = {name: os.environ.get(name) for name in settings}
@@ -262,3 +266,13 @@ def _minimal() -> Iterator[None]:
             del sys.modules[name]
         else:
             sys.modules[name] = before
+
+
+def _reason(error: Exception) -> str:
+    """Returns why Ray does not start, in one line, and the fix if it is known."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return f"{text}; set RAY_TMPDIR=/tmp, whose path is short" if _TOO_LONG in text else text
+
+
+def _logs() -> str:
+    return os.path.join(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "session_latest", "logs")

@@ -166,7 +166,7 @@ class ChatProcess:
         refused: Refused | None = None
         starts = range(0, len(chats), _SENT)
         with ThreadPoolExecutor(1) as sending:
-            sent = sending.submit(lambda: [self._ask("ids", list(chats[at : at + _SENT]), schemas) for at in starts])
+            sent = sending.submit(self._send_all, chats, schemas)
             for at in starts:
                 answer = self._answer()
                 if isinstance(answer, Refused):
@@ -179,6 +179,14 @@ class ChatProcess:
         if refused is not None:
             raise refused
         return found
+
+    def _send_all(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None) -> None:
+        try:
+            for at in range(0, len(chats), _SENT):
+                self._ask("ids", list(chats[at : at + _SENT]), schemas)
+        except BaseException:  # a chat cannot be pickled
+            self._process.kill()  # so that nothing waits for its answer
+            raise
 
     def _ask(self, method: str, *arguments: Any) -> None:
         assert self._process.stdin is not None

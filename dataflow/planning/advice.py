@@ -65,7 +65,7 @@ def advise(
     for what, other, under in changes:
         gain = 1 - outcomes.of(other, under).total_s / best.total_s
         if gain > LEAST:
-            advice.append(f"{what} would take {gain:.1%} off {best.policy}.")
+            advice.append(f"{what} would take {gain:.1%} off the time of '{best.policy}'.")
     if policy.max_staleness and workload.pipeline.streaming:
         advice.append(_on_policy(workload, rows, policies, base, outcomes))
     return advice

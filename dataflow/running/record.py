@@ -76,7 +76,7 @@ class Record:
         A trace that cannot be read is left out with a warning: the run can continue without its past timeline.
         """
         try:
-            self.trace = perfetto.load(str(self.directory))
+            self.trace = perfetto.read(self.directory / "trace.json")
         except DataflowError as error:
             logger.warning(f"the timeline of the run so far is lost: {error}")
         if (self.directory / EVALUATIONS).exists():

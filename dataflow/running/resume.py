@@ -107,7 +107,7 @@ def resumed(directory: Path, overrides: Sequence[str], progress: Progress) -> Se
     """
     saved, after = _checked(directory, overrides, progress)
     if (summary := complete(directory, after.steps)) is not None:
-        raise ConfigError(f"{Complete(directory, summary).words}; give more steps=.")
+        raise ConfigError(f"{Complete(directory, summary).words}; give a larger steps= to go on.")
     if _point(directory, after.steps) is None:
         raise ConfigError(
             f"run '{directory}' has no checkpoint to resume from; begin it again with 'dataflow run' and resume=auto, "

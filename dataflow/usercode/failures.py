@@ -114,13 +114,24 @@ def trace_of(error: BaseException) -> str:
         if is_interrupt(own):
             raise
         text = f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__name__}: {message_of(error)}\n"
-    return shortened(redact(text))
+    return shortened(redact(encodable(text)))
+
+
+def encodable(text: str) -> str:
+    """Returns a text with lone surrogates escaped: no process can write them, and Ray ends a worker that tries to.
+
+    >>> encodable("caf\\udce9.json")
+    'caf\\\\udce9.json'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def can_be_traced(error: BaseException) -> bool:
-    """Whether the traceback of an exception and its causes can be formatted."""
+    """Whether the traceback of an exception and its causes can be formatted and encoded, and their messages be read."""
     try:
-        return bool(traceback.format_exception(error))
+        for one in causes_of(error):
+            str(one)  # traceback accepts an exception whose __str__ raises, which Ray does not
+        return bool("".join(traceback.format_exception(error)).encode())
     except BaseException as own:
         if is_interrupt(own):
             raise

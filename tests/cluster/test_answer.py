@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
-from dataflow.cluster.answer import GONE, cause, died, last_words, peer_lost, unreachable, value_lost
-from dataflow.errors import ServiceLost
+from dataflow.cluster.answer import GONE, answer_to, cause, died, last_words, peer_lost, unreachable, value_lost
+from dataflow.errors import RewardFailed, RunError, ServiceLost
 
 pytestmark = pytest.mark.heavy
 
@@ -66,3 +68,39 @@ def test_a_process_that_could_not_begin_says_why() -> None:
         "environment."
     )
     assert last_words(RayActorError(error_msg="The actor died.\nMore.")) == "The actor died."
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no str")
+
+
+def test_what_ray_cannot_write_is_replaced_by_an_error_that_it_can() -> None:
+    caused = RuntimeError("without a file")
+    caused.__cause__ = ValueError("caf\udce9.json")
+    for error in (ValueError("cannot read 'caf\udce9.json'"), caused, Unreadable()):
+        found = answer_to(error)
+        assert "".join(traceback.format_exception(found)).encode()
+        assert str(found)
+    assert str(answer_to(ValueError("cannot read 'caf\udce9.json'"))) == r"ValueError: cannot read 'caf\udce9.json'"
+    assert type(answer_to(caused)) is RuntimeError, "without its cause, which is in a note"
+    unreadable = answer_to(Unreadable())
+    assert isinstance(unreadable, RunError)
+    assert "Unreadable: its __str__ raised RuntimeError" in str(unreadable)
+
+
+def test_the_traceback_of_a_sentence_of_ours_is_noted_only_if_it_has_frames_of_the_user() -> None:
+    from ray.exceptions import RayTaskError
+
+    from dataflow import reward_agent
+
+    ours = f'  File "{reward_agent.__file__}", line 7, in collect'
+    for frames, kept in ((ours, False), (f'{ours}\n  File "/home/me/reward.py", line 3, in score', True)):
+        error = RewardFailed("sample 1 of group 2: 'score' returned a str")
+        cause(RayTaskError("run", f"\x1b[36mray::reward.run()\x1b[39m\n{frames}", error))
+        notes = getattr(error, "__notes__", [])
+        assert bool(notes) is kept
+        assert all("\x1b" not in note for note in notes)
+    own = RuntimeError("out of memory")
+    cause(of_a_task(own))
+    assert own.__notes__ == ["ray::run()\nout of memory"]

@@ -189,3 +189,26 @@ def test_one_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path, monk
     with pytest.raises(RunError, match=r"Ray does not start on this machine: no space left on device; see"):
         local.open()
     assert not list(tmp_path.iterdir()), "the token is removed"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (AssertionError(), "on this machine: AssertionError; see Ray's logs in /elsewhere/ray/session_latest/logs."),
+        (
+            OSError("AF_UNIX path length cannot exceed 107 bytes."),
+            "107 bytes; set RAY_TMPDIR=/tmp, whose path is short",
+        ),
+    ],
+)
+def test_one_that_does_not_start_says_why_and_where_to_look(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray_local, "_start_node", broken)
+    monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
+    with pytest.raises(RunError) as caught:
+        LocalRay(1).open()
+    assert said in str(caught.value)

@@ -281,6 +281,15 @@ def test_a_bad_pipeline_file_is_said(tmp_path: Path, text: str, message: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_a_module_beside_a_pipeline_file_is_found_by_a_setting_that_the_error_names(tmp_path: Path) -> None:
+    for file, name in (("helpers.py", "helpers"), ("package/__init__.py", "package.inner")):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+        (tmp_path / "mine.py").write_text(f"import {name.partition('.')[0]}")
+        with pytest.raises(ConfigError, match=rf"No module named .*; .*start with PYTHONPATH={tmp_path} in the env"):
+            load_pipeline_file(tmp_path / "mine.py")
+
+
 def test_an_error_in_a_pipeline_file_is_chained_and_a_users_error_passes(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("1 / 0")

@@ -68,6 +68,14 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> No
         apart.longest_token()
 
 
+@pytest.mark.timeout(60)
+def test_a_chat_that_cannot_be_sent_to_the_process_is_tokenized_here(tiny_qwen: Path) -> None:
+    with ChatProcess(str(tiny_qwen)) as apart:
+        found = apart.ids([*CHATS, [{"role": "user", "content": threading.Lock()}]])
+    assert len(found) == len(CHATS) + 1
+    assert lists(found[:-1]) == lists(Chats(load_chat_tokenizer(str(tiny_qwen))).ids(CHATS))
+
+
 class Slow:
     """A tokenizer whose template refuses the first chat."""
 

@@ -160,7 +160,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished(
     begin(keys, "a", "val.every=2", "resume=auto", steps=2)
     assert capfd.readouterr().out == f"run '{directory}' is complete: 2 steps.\n"
     assert main(["resume", str(directory), "--quiet"]) == 2
-    assert "is complete: 2 steps; give more steps=" in capfd.readouterr().err
+    assert "is complete: 2 steps; give a larger steps= to go on" in capfd.readouterr().err
     assert times() == before
 
 

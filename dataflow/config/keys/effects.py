@@ -9,8 +9,9 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import BaseModel
+
+from dataflow.config.keys import yaml_values
 
 
 class Beside(NamedTuple):
@@ -130,7 +131,7 @@ def _missed(config: BaseModel, need: Beside, named: Callable[[str], str]) -> str
     """Returns the values that do not meet a need, as ``key=value``; "" if one does."""
     others = {named(other): _value(config, named(other)) for other in need.keys}
     met = any(map(need.suits, others.values()))
-    return "" if met else " and ".join(f"{other}={_shown(value)}" for other, value in others.items())
+    return "" if met else " and ".join(f"{other}={yaml_values.inline(value)}" for other, value in others.items())
 
 
 def _section(config: BaseModel, key: str) -> tuple[Any, str]:
@@ -145,8 +146,3 @@ def _value(config: BaseModel, key: str) -> Any:
 def _at_default(config: BaseModel, key: str) -> bool:
     section, name = _section(config, key)
     return bool(getattr(section, name) == type(section).model_fields[name].get_default(call_default_factory=True))
-
-
-def _shown(value: Any) -> str:
-    """Returns a value as YAML writes it in one line."""
-    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n..."))

@@ -50,7 +50,7 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
         message = message_of(error).rstrip(".")
         raise ConfigError(
             f"pipeline file '{path}' cannot be loaded{_line_in(error, file)}: "
-            f"{type(error).__name__}{f': {message}' if message else ''}."
+            f"{type(error).__name__}{f': {message}' if message else ''}{_beside(error, file)}."
         ) from error
     finally:
         del sys.modules[loader.name]
@@ -130,6 +130,14 @@ def _kind(value: object) -> str:
     if value is None:
         return "None"
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def _beside(error: BaseException, file: Path) -> str:
+    """Returns the fix for a module that was not found, but lies beside the file."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not name or not ((file.parent / name).is_dir() or (file.parent / f"{name}.py").is_file()):
+        return ""
+    return f"; it lies beside the file, so start with PYTHONPATH={file.parent} in the environment"
 
 
 def _line_in(error: BaseException, file: str | Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loguru import logger
+
 from dataflow.samples.page import run_page
 from dataflow.system.extras import not_installed
 from dataflow.timeline import files, perfetto
@@ -24,6 +26,9 @@ def draw_run(directory: Path) -> None:
     trace = perfetto.load(str(directory))
     name = str(trace.meta.get("policy", "run"))
     run_page(directory, linked(trace))
+    if not trace.spans:  # it was lost, and no step ran since
+        logger.warning(f"{directory}: no timeline is drawn, as the run's trace has no task")
+        return
     merge_profiles(directory, trace)
     pictures = ("timeline.png",) if not_installed("matplotlib") is None else ()
     for out in (*pictures, "timeline.html"):
