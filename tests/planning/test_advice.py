@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dataflow.distribution import parse_distribution
+from dataflow.planning import advice
 from dataflow.planning.advice import advise
 from dataflow.planning.plan import make_plan
 from dataflow.planning.planner import predict
@@ -39,3 +41,14 @@ def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:
     assert "max_staleness=2 would take" in lonely[1]
     stepwise = make_plan(costs, ["reward.agent=per-step", "reward.concurrency=9", "validation.overlap=true"]).advice
     assert any("reward.agent=continuous" in sentence for sentence in stepwise)
+
+
+def test_advice_beyond_what_a_plan_takes_says_so(costs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, _config = read_workload(costs, ["steps=2"])
+    policies = {"baseline": preset("baseline", workload.mini_batches)}
+    wide = workload.with_service("reward", replace(workload.rewards, latency=parse_distribution("5e4")))
+    monkeypatch.setattr(advice, "MOST_IN_FLIGHT", 24)
+    said = advise(wide, predict(wide, policies), policies)
+    assert any(
+        "; 24 in flight, the most of a plan, would not make the GPUs the limit (-" in sentence for sentence in said
+    )
