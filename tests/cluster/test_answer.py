@@ -95,7 +95,7 @@ def test_the_traceback_of_a_sentence_of_ours_is_noted_only_if_it_has_frames_of_t
     from dataflow import reward_agent
 
     ours = f'  File "{reward_agent.__file__}", line 7, in collect'
-    for frames, kept in ((ours, False), (f'{ours}\n  File "/home/me/reward.py", line 3, in score', True)):
+    for frames, kept in ((ours, False), (f'{ours}\n  File "/mine/reward.py", line 3, in score', True)):
         error = RewardFailed("sample 1 of group 2: 'score' returned a str")
         cause(RayTaskError("run", f"\x1b[36mray::reward.run()\x1b[39m\n{frames}", error))
         notes = getattr(error, "__notes__", [])
