@@ -12,6 +12,7 @@ import importlib
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,7 @@ class Trainer(VerlTrainer, Slept):
 
     def __init__(self, seconds: tuple[float, float], options: Any, algorithm: Any) -> None:
         Slept.__init__(self)
+        self._aside = ThreadPoolExecutor(1)
         import_worker("cpu")
         self._joined = join("cpu")
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
