@@ -96,6 +96,7 @@ def test_a_matrix_is_packed_in_the_runs_of_its_mask(runs: list[tuple[int, list[i
     assert batch.last("mask").tolist() == batch.last("real").tolist()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5),

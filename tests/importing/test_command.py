@@ -40,6 +40,7 @@ def test_the_script_is_printed_or_written(script: Path, capsys: pytest.CaptureFi
         Path("new.sh").unlink()
 
 
+@pytest.mark.slow
 @needs_verl
 def test_the_launch_itself_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-verl", "--json", *LAUNCH]) == 0

@@ -207,6 +207,7 @@ def test_any_workload_leaves_a_trace_that_its_graph_may_leave(data: st.DataObjec
     check_trace(account.trace, graph, tolerance=1e-6, busy=not any(workload.dispatch_s.values()))
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.data())
 def test_adding_up_as_it_goes_gives_what_the_whole_trace_gives(data: st.DataObject) -> None:
@@ -224,6 +225,7 @@ def test_adding_up_as_it_goes_gives_what_the_whole_trace_gives(data: st.DataObje
         assert numbers["gpu_busy_s"] == pytest.approx(whole.busy_s)
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.data())
 def test_no_schedule_beats_its_lower_bound(data: st.DataObject) -> None:

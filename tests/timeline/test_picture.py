@@ -40,6 +40,7 @@ def test_a_png_is_1400_pixels_wide(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["runs.png"]
 
 
+@pytest.mark.slow
 def test_an_svg_names_what_it_shows(tmp_path: Path) -> None:
     path = tmp_path / "runs.svg"
     draw({"baseline": run(), "both": run(rest=0.1)}, path, title="Two runs")

@@ -47,6 +47,7 @@ def tear(path: Path, how: str, share: float, mask: int) -> str:
     return path.name
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the disk may be busy
 @given(
     st.sampled_from(FILES),
