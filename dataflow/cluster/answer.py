@@ -31,12 +31,6 @@ _IN_CREATION = "in its creation task"
 """How Ray's message says that an actor could not be made."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _FRAMES = re.compile(r'^ *File "([^"]+)", line', re.MULTILINE)
-_LIBRARIES = (
-    "<frozen ",
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-)
-"""Paths of code that is not the user's."""
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +148,9 @@ def cause(error: BaseException) -> BaseException:
 def _trace(error: BaseException, inner: BaseException) -> str:
     """Returns Ray's traceback of a worker's exception; "" if that is a sentence of ours and no frame is the user's."""
     text = _COLOURS.sub("", str(error))
-    if isinstance(inner, DataflowError) and all(file.startswith(_LIBRARIES) for file in _FRAMES.findall(text)):
+    packages = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    libraries = ("<frozen ", str(Path(__file__).parents[1]), *packages)
+    if isinstance(inner, DataflowError) and all(file.startswith(libraries) for file in _FRAMES.findall(text)):
         return ""
     return shortened(text)
 

@@ -31,7 +31,7 @@ _PLAIN: dict[str, Any] = {"color": "#8A8A8A", "linewidth": 1.1}
 _OTHER: dict[str, Any] = {**_PLAIN, "linestyle": (0, (4, 2.5))}
 _CRITICAL: dict[str, Any] = {"color": CRITICAL, "linewidth": 2.2}
 MOST = 800
-"""Tasks in a picture; laying out and drawing so many takes about ten seconds. Mermaid text may have any number."""
+"""The largest number of tasks in a picture, which takes ten seconds to lay out and draw. Mermaid text has no limit."""
 _WIDEST = 820.0
 """A graph that would be wider, and so too wide to read on a screen, runs from top to bottom."""
 
