@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dataflow.columns.ragged import Dense, Ragged, bits_of, narrowed
+from dataflow.columns.ragged import Dense, Ragged, bits_of, filled, narrowed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,7 @@ class Packed:
         if len(self.sources) == 1 and isinstance(first, Dense):
             return first.array.copy() if self.index is None else first.array[self.index]
         base = first.base
-        out = np.full(self.shape, base) if bits_of(base) else np.zeros(self.shape, self.dtype)
+        out = filled(self.shape, base)
         index = np.arange(len(self)) if self.index is None else self.index
         before = 0
         for source in self.sources:

@@ -185,8 +185,7 @@ class Ragged:
     def array(self) -> np.ndarray:
         """Returns the matrix."""
         base, rows = self.base, np.arange(len(self))
-        # numpy gets zeros from the system, which costs less than writing them.
-        out = np.full((len(self), self.width), base) if bits_of(base) else np.zeros((len(self), self.width), self.dtype)
+        out = filled((len(self), self.width), base)
         self.fill(out, rows, rows, base)
         return out
 
@@ -252,6 +251,12 @@ def narrowed(values: np.ndarray) -> np.ndarray:
         if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max:
             return values.astype(kind, copy=False)
     return values
+
+
+def filled(shape: tuple[int, ...], base: np.ndarray) -> np.ndarray:
+    """Returns an array whose values are all ``base``."""
+    # numpy gets zeros from the system, which costs less than writing them.
+    return np.full(shape, base) if bits_of(base) else np.zeros(shape, base.dtype)
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:

@@ -128,9 +128,8 @@ def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, t
 
 def _masked(data: Batch, columns: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns columns that are 0 where the response mask is; two names of one tensor stay names of one."""
-    each = {
-        id(values): data.masked(values, "response_mask") for values in {id(v): v for v in columns.values()}.values()
-    }
+    distinct = {id(values): values for values in columns.values()}
+    each = {key: data.masked(values, "response_mask") for key, values in distinct.items()}
     return {name: each[id(values)] for name, values in columns.items()}
 
 
