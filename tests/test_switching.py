@@ -144,6 +144,16 @@ def test_any_run_keeps_every_rule_across_changes(dice, seed, grain):
     check_trace(trace, after, busy=False)
 
 
+# Graphs that were found by random search: here RandomCosts once named a group in two parts of a step.
+@pytest.mark.parametrize("number", [17, 226, 402])
+def test_a_part_has_no_group_of_another_one_however_a_step_begins(number):
+    dice = random.Random(number)
+    graph = random_graph(dice)
+    costs = RandomCosts(dice.randint(0, 999), graph.groups, graph.order, dice.choice([0.0, 0.5]))
+    trace, _seen, after, _points = switched(graph, costs, dice)
+    check_trace(trace, after, busy=False)
+
+
 @QUICK
 @given(DICE, st.integers(0, 999), st.sampled_from(["arrival", "index"]), st.integers(1, 3))
 def test_versions_are_those_of_each_steps_policy(dice, seed, order, gpus):
