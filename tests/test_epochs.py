@@ -107,6 +107,7 @@ def test_a_reader_gets_the_values_of_the_last_epoch_that_cover_its_groups():
     assert [[i.part for i in part] for part in sources] == [[1, 3], [3, 5], [7, 9], [9, 11]]
 
 
+@pytest.mark.slow
 def test_the_order_of_updates_is_the_same_under_every_policy_by_index():
     options = {"actor": {"epochs": 2}, "critic": {"mini_batches": 8, "epochs": 3}}
     for name in ("actor_update", "critic_update"):

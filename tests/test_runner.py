@@ -281,6 +281,7 @@ def test_two_runs_are_the_same(staleness):
     assert first[1] == second[1]
 
 
+@pytest.mark.slow
 def test_a_collect_beside_a_rollout_that_streams_has_groups_that_were_emitted():
     graph = grpo(SchedulingPolicy(4, stream_rollout=True), 3)
     early = 0
@@ -360,6 +361,7 @@ def run(graph: TaskGraph, executor=None, **more) -> Runner:
     return runner
 
 
+@pytest.mark.slow
 def test_it_keeps_nothing_of_finished_steps():
     graph = grpo(SchedulingPolicy(4, 2), 200)
     executor, trace = VirtualExecutor(RandomCosts(0)), Trace()

@@ -125,6 +125,7 @@ def known(scheduler: Scheduler, tasks: Iterable[TaskId]) -> list[TaskId]:
     return [task for task in tasks if scheduler.story(task) != "unknown"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [preset("both", 4), SchedulingPolicy(2, 4)], ids=["both", "2-4"])
 def test_memory_follows_the_window_not_the_run(policy):
     steps = 500  # 4,000 entries and more, were none removed

@@ -172,6 +172,7 @@ def test_versions_are_those_of_each_steps_policy(dice, seed, order, gpus):
     assert versions == sorted(versions)
 
 
+@pytest.mark.slow
 @QUICK
 @given(DICE, st.integers(0, 999))
 def test_each_group_trains_once_a_step(dice, seed):

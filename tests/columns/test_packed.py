@@ -57,6 +57,7 @@ def sent(value: Any, protocol: int = 5) -> Any:
     return pickle.loads(inside, buffers=[memoryview(bytes(buffer.raw())) for buffer in buffers])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(matrices(), st.data())
 def test_a_column_is_bit_for_bit_what_it_was(array: np.ndarray, data: st.DataObject) -> None:
@@ -146,6 +147,7 @@ def test_no_matrix_is_packed_in_the_runs_of_one_with_values_in_its_padding() -> 
     assert ones.masked(torch.zeros(64, 1000)) is None
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(KINDS).flatmap(lambda kind: st.lists(matrices(kind, 5), min_size=1, max_size=4)), st.data())
 def test_rows_of_several_columns_are_joined_without_reading_them(arrays: list[np.ndarray], data: st.DataObject) -> None:

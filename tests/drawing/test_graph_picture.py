@@ -100,6 +100,7 @@ def test_another_kind_is_refused_and_nothing_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_graph_that_would_take_minutes_to_draw_is_refused(tmp_path: Path) -> None:
     p = pipeline()

@@ -69,6 +69,7 @@ def test_operations_that_do_not_go_are_none():
     assert solve("-", (9, 9)) == "It is 9 - 9 = 0.\n#### 0"
 
 
+@pytest.mark.slow
 def test_more_than_there_are_is_an_error(monkeypatch):
     monkeypatch.setattr("dataflow.models.problems.STORIES", (STORIES[0], STORIES[-1]))
     with pytest.raises(DataError, match=r"^9000 held-out problems are more than the stories make"):

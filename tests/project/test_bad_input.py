@@ -513,6 +513,7 @@ def test_rows_that_cannot_be_used(refused: Said, tmp_path: Path, case: str, key:
     assert message in said
 
 
+@pytest.mark.slow
 def test_a_line_is_not_read_past_the_longest_that_a_row_may_have(refused: Said, tmp_path: Path) -> None:
     import tracemalloc
 

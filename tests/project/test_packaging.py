@@ -37,6 +37,7 @@ def test_import_dataflow_is_quick() -> None:
     assert min(float(python(code)) for _ in range(3)) < 0.3
 
 
+@pytest.mark.slow
 def test_import_config_loads_no_engine() -> None:
     loaded = python("import sys, dataflow.config.run; print([m for m in ('torch', 'ray', 'verl') if m in sys.modules])")
     assert loaded.strip() == "[]"

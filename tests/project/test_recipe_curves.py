@@ -22,6 +22,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return bench
 
 
+@pytest.mark.slow
 def test_each_recipe_runs_once_for_each_seed_and_finished_ones_are_kept(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,6 +46,7 @@ def test_each_recipe_runs_once_for_each_seed_and_finished_ones_are_kept(
     assert printed[-1].split() == ["b", "0.40", "0.51", "0.49"]
 
 
+@pytest.mark.slow
 def test_without_a_file_it_runs_all_recipes(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     monkeypatch.setattr(bench, "start", lambda _runs, name, pipeline, **_keys: begun.append(pipeline.stem) or name)

@@ -105,6 +105,7 @@ def test_any_column_can_be_written(values: list[Any]) -> None:
         assert all(float(a) == b or math.isnan(b) for a, b in numbers)
 
 
+@pytest.mark.slow
 def test_without_pyarrow_the_command_says_what_installs_it(tmp_path: Path) -> None:
     write(file_of(tmp_path / "samples", "step", 1), {"group": [0]})
     code = textwrap.dedent("""

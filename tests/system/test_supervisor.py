@@ -117,6 +117,7 @@ def status(here: Path) -> str:
     return str(json.loads((here / "run" / "summary.json").read_text())["status"])
 
 
+@pytest.mark.slow
 def test_what_the_run_returns_and_raises_is_passed_on(tmp_path: Path, commands: list[Command]) -> None:
     commands += [Command(path, what) for what in ("returns", "raises") if (path := tmp_path / what).mkdir() is None]
     code, _out, err = commands[0].ends()

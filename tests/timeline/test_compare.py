@@ -34,6 +34,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_several_runs_make_a_table_and_a_page(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +51,7 @@ def test_several_runs_make_a_table_and_a_page(
     assert rows[1]["change"] == pytest.approx(rows[1]["wall_s"] / rows[0]["wall_s"] - 1)
 
 
+@pytest.mark.slow
 def test_the_last_accuracy_and_the_mean_of_the_last_three_go_by_their_names(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +112,7 @@ def test_two_runs_of_one_policy_go_by_their_directories(
     assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == ["both", "again", same[2]]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_whole_step_is_neither_the_fastest_nor_the_measure_of_others(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_run_without_a_whole_step_is_neither_the_fastest_nor_the_measure_of_ot
     assert "<b>mini-batch</b>" not in best
 
 
+@pytest.mark.slow
 def test_a_run_beside_its_prediction_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     perfetto.write(simulated.run(simulated.job(4)), tmp_path / "trace.json")
     page = tmp_path / "predicted.html"

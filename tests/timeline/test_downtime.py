@@ -217,6 +217,7 @@ def test_the_page_cuts_its_axis(tmp_path: Path) -> None:
     assert "cut out" not in (tmp_path / "run.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_picture_says_how_long_and_from_where(tmp_path: Path) -> None:
     path = tmp_path / "runs.svg"
     draw({"plain": resumed(killed=False), "resumed": resumed()}, path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from dataflow.timeline import perfetto
 from dataflow.timeline.page.tracks import sheet
 from dataflow.timeline.picture import draw
@@ -66,6 +68,7 @@ def test_a_server_that_does_not_come_back_is_out_to_the_end() -> None:
     assert "rm 1" in gantt(cut)
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_row_for_each_server(tmp_path: Path) -> None:
     picture = tmp_path / "run.svg"
     draw(trace(), picture)

@@ -97,6 +97,7 @@ def test_rewards_that_take_another_time_show_before_their_step_ends() -> None:
     assert forecast(found, [BASELINE], BASELINE).seconds[0] == pytest.approx(4 + 1 + 4 + 0.5 + 30 - 1, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_forecast_from_a_baseline_is_what_each_policy_then_takes() -> None:
     load, found = workload(steps=40), window(trace_of(), 8)
     assert found is not None

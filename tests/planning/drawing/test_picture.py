@@ -190,6 +190,7 @@ def test_the_page_shows_every_policy_once_in_its_legend_and_every_second_of_a_st
     assert ticks == [[6, 7, 8, 9], [0, 1, 2, 3, 4]]
 
 
+@pytest.mark.slow
 def test_every_colour_for_the_dark_belongs_to_one_model(drawn: Page) -> None:
     themed = drawn.data("themed")
     for name in {name for name, *_ in themed}:
@@ -286,6 +287,7 @@ def test_markers_that_would_hide_each_other_stand_side_by_side() -> None:
     assert not Panel(swept("reward.concurrency", (64, 128), ROWS[:3])).crowded
 
 
+@pytest.mark.slow
 def test_importing_it_loads_no_picture_library() -> None:
     heavy = ("matplotlib", "bokeh")
     names = "dataflow.planning.drawing.picture, dataflow.planning.drawing.page"

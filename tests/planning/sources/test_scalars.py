@@ -92,6 +92,7 @@ def test_published_traces(policy: str) -> None:
     assert 0 not in scalars.series("timing_s/step")
 
 
+@pytest.mark.slow
 def test_published_trace_as_event_files_is_the_same(tmp_path: Path) -> None:
     path = TRACES / "qwen2-7b_megatron_baseline.csv"
     if not path.exists():

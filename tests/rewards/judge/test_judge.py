@@ -552,6 +552,7 @@ def test_through_the_agent(server: JudgeProcess) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_made_after_re_forgot_its_pattern_speaks_of_the_same_line() -> None:
     re.purge()
     (error,) = answering(said("It is right."))

@@ -117,6 +117,7 @@ print(key_of(call).hex())
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_same_key() -> None:
     answers = [
         subprocess.run(

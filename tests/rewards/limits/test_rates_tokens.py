@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 # --- tokens a minute -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1], [10, 90], [100, 1, 1, 1], [500], [83, 84], [1000]])
 def test_no_minute_holds_more_tokens_than_allowed(sizes: list[int]) -> None:
     async def body() -> None:
