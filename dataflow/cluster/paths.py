@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dataflow.cluster.answer import answering
+from dataflow.cluster.process import version
 
 _HASHED_BYTES = 1 << 24
 """Files up to this size are compared by their content, larger ones by their size."""
@@ -124,8 +125,22 @@ def unpack(archive: bytes, directory: str) -> None:
                 raise
 
 
+class Where(NamedTuple):
+    """The node of an actor, by its id and its address, and the version of this package there."""
+
+    node: str
+    address: str
+    version: str
+
+
 class SeesPaths:
     """An actor whose node a run compares with its own."""
+
+    def where(self) -> Where:
+        """Returns where this process is."""
+        import ray
+
+        return Where(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), version())
 
     def look(self, paths: Sequence[str]) -> list[View]:
         """Returns what this process sees at these paths."""

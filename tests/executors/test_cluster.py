@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataflow.cluster import shared_paths
 from dataflow.cluster.joined import JoinedRay, own_address
 from dataflow.cluster.nodes import NodeRule
 from dataflow.cluster.process import DEATH_REASON
+from dataflow.cluster.shared_paths import SharedPaths
+from dataflow.engines.replicas.engine import Replicas
 from dataflow.errors import ConfigError, RunError, ServiceLost, StageFailed
-from dataflow.executors.ray import RayExecutor, shared_paths
+from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
@@ -291,6 +294,23 @@ def test_a_server_on_a_node_without_the_run_directory_is_refused(
     monkeypatch.setattr(shared_paths, "marked", _elsewhere(shared_paths.marked))
     with pytest.raises(ConfigError, match=r"^runs: node .*, where 'rm' runs, does not see the run's directory"):
         served.__enter__()
+
+
+def test_a_replica_of_an_engine_on_a_node_with_another_model_is_refused(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.restore()
+    monkeypatch.setattr(Replicas, "_read", lambda *_: None)  # no tokenizer
+    (tmp_path / "model").mkdir()
+    rules = NodeRule({"role": "in(a,b)"}, "strict_spread")
+    options = {"model": "no matter", "max_prompt_length": 8}
+    # Each process has a file of its own there.
+    for path, message in (
+        ("/proc/self/cmdline", r"^model\.path=.*: node .*, where 'rollout' runs, has another file there; put it on"),
+        (str(tmp_path / "model"), "No module named 'no_engine'"),
+    ):
+        with pytest.raises((ConfigError, RunError), match=message):
+            Replicas("no_engine:Engine", options, 2, nodes=rules, paths=SharedPaths("rollout", {"model.path": path}))
 
 
 def _elsewhere(marked: Any) -> Any:

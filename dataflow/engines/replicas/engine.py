@@ -14,10 +14,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataflow.batch import Batch
 from dataflow.cluster.nodes import NodeRule, Places
+from dataflow.cluster.paths import Where
+from dataflow.cluster.shared_paths import SharedPaths, check_version, one_on_each
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.engines.replicas.balance import Balance, ReplicaHandle, reason
 from dataflow.engines.replicas.host import Replica, pack
@@ -26,6 +28,8 @@ from dataflow.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 _BUILD_S = 600.0
 _CLOSE_S = 20.0
@@ -49,9 +53,11 @@ class Replicas:
         slots: samples that a replica decodes at once (vLLM's ``max_num_seqs``); it gets no group while it has that
             many.
         nodes: of the cluster that they run on; None leaves them to Ray.
+        paths: that every engine reads; their nodes are compared with this process's.
 
     Raises:
-        ConfigError: a number is out of range, Ray does not run, or the factory raises it.
+        ConfigError: a number is out of range, Ray does not run, a node does not see a path or has another version of
+            this package, or the factory raises it.
         ModelError: the model cannot be loaded.
         RunError: a replica does not start.
     """
@@ -68,6 +74,7 @@ class Replicas:
         threads: int = 1,
         slots: int = 256,
         nodes: NodeRule | None = None,
+        paths: SharedPaths | None = None,
     ) -> None:
         import ray
 
@@ -95,6 +102,8 @@ class Replicas:
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         try:
             # No ray.get: this may be the thread of an event loop, as in an actor.
+            if paths is not None:
+                self._check(paths)
             built = [
                 replica.actor.build.remote(factory, dict(options), environment, *taken.seen).future()
                 for replica, taken in zip(self._handles, self._places.gpus, strict=True)
@@ -111,17 +120,31 @@ class Replicas:
 
         self.vocabulary, _config = read_vocabulary(model)
 
-    def _wait_for(self, built: Sequence[concurrent.futures.Future[None]]) -> None:
-        done, late = concurrent.futures.wait(built, _BUILD_S, concurrent.futures.FIRST_EXCEPTION)
-        for replica, future in zip(self._handles, built, strict=True):
+    def _check(self, paths: SharedPaths) -> None:
+        """Compares the replicas' nodes with this one."""
+        import ray
+
+        where: list[Where] = self._wait_for([replica.actor.where.remote().future() for replica in self._handles])
+        for each in where:
+            check_version(f"'{paths.service}'", each)
+        here = ray.get_runtime_context().get_node_id()
+        if others := one_on_each([replica.actor for replica in self._handles], where, here):
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this one's loop may wait for this call
+                thread.submit(asyncio.run, paths.check(others)).result()
+
+    def _wait_for(self, answers: Sequence[concurrent.futures.Future[T]]) -> list[T]:
+        """Returns the answer of each replica; raises the first failure."""
+        done, late = concurrent.futures.wait(answers, _BUILD_S, concurrent.futures.FIRST_EXCEPTION)
+        for replica, future in zip(self._handles, answers, strict=True):
             if future in done and (error := future.exception()) is not None:
                 why = reason(replica.name, error)
                 raise why if isinstance(why, UserError) else RunError(f"rollout: {why}") from error
         if late:
             names = ", ".join(
-                replica.name for replica, future in zip(self._handles, built, strict=True) if future in late
+                replica.name for replica, future in zip(self._handles, answers, strict=True) if future in late
             )
             raise RunError(f"rollout: not up after {_BUILD_S:g} s: {names}; see 'ray status'.")
+        return [answer.result() for answer in answers]
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. Closing the generator aborts its samples on all replicas."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.batch import Batch
 from dataflow.cluster.gpus import see
+from dataflow.cluster.paths import SeesPaths
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.stage import Hosted
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Replica:
+class Replica(SeesPaths):
     """The actor: one engine, whose calls run concurrently on one event loop."""
 
     async def build(

@@ -16,10 +16,9 @@ from loguru import logger
 
 from dataflow.cluster.answer import died, fetch, first_failure, peer_lost, unreachable
 from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, nodes_of
-from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY, version
-from dataflow.errors import ConfigError
+from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY
+from dataflow.cluster.shared_paths import SharedPaths, check_version, one_on_each
 from dataflow.executors.ray.host import Host, Place, WaitingHost
-from dataflow.executors.ray.shared_paths import SharedPaths, one_on_each
 from dataflow.graph import Hosted
 from dataflow.system import clock
 from dataflow.system.supervisor import report
@@ -103,19 +102,12 @@ class Actors:
         self._actors = [kind.options(**gpus.options, **how).remote() for gpus in self._reserved.gpus]
         self._places = await first_failure([actor.place.remote() for actor in self])
         if self._cluster is not None:
-            self._check_versions()
-            nodes = [(place.node, place.address) for place in self._places]
+            where = [place.where for place in self._places]
+            for each in where:
+                check_version(f"'{spec.name}'", each)
             directory = self._cluster.directory if spec.run_directory else None
-            paths = SharedPaths(spec, directory)
-            await paths.check(one_on_each(self._actors, nodes, self._cluster.here))
-
-    def _check_versions(self) -> None:
-        for place in self._places:
-            if place.version != version():
-                raise ConfigError(
-                    f"node {place.address}, where '{self._spec.name}' runs, has dataflow {place.version}, and this "
-                    f"machine {version()}; give all nodes the same Python environment."
-                )
+            paths = SharedPaths(spec.name, spec.files, spec.made, spec.writes, directory)
+            await paths.check(one_on_each(self._actors, where, self._cluster.here))
 
     def lacking(self) -> str:
         """Returns what the nodes of a cluster lack for the service, as a clause; "" if nothing is known."""
@@ -154,9 +146,9 @@ class Actors:
             "RANK": str(rank),
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(self._spec.ranks),
-            "MASTER_ADDR": meeting.address,
+            "MASTER_ADDR": meeting.where.address,
             "MASTER_PORT": str(meeting.port),
-            NODE_ADDRESS: own.address,
+            NODE_ADDRESS: own.where.address,
             WORKING_DIRECTORY: os.getcwd(),
             "TOKENIZERS_PARALLELISM": "false",
             DEATH_REASON: self._reason_of(rank),
@@ -169,7 +161,7 @@ class Actors:
         return f"/tmp/dataflow-{self._nonce}-{rank}"
 
     def _is_here(self, rank: int) -> bool:
-        return self._cluster is None or self._places[rank].node == self._cluster.here
+        return self._cluster is None or self._places[rank].where.node == self._cluster.here
 
     async def death_reason(self, error: BaseException | None = None) -> str:
         """Returns, once, why processes of the service ended; empty if no reason is known.
@@ -188,14 +180,14 @@ class Actors:
         import ray
 
         alive = {node.id for node in nodes_of(ray.nodes())}
-        for rank, place in enumerate(self._places):
-            if place.node not in alive:
-                gone = f"node {place.address}, where it ran, is gone."
+        for rank, (where, _port) in enumerate(self._places):
+            if where.node not in alive:
+                gone = f"node {where.address}, where it ran, is gone."
                 reasons += [] if gone in reasons else [gone]
             elif not self._is_here(rank):
                 with suppress(Exception):  # the node may be going; the death is reported without a reason
                     async with asyncio.timeout(_LAST_WORDS_S):
-                        taken = ray.remote(num_cpus=0, max_retries=0, label_selector={NODE_ID: place.node})(_taken)
+                        taken = ray.remote(num_cpus=0, max_retries=0, label_selector={NODE_ID: where.node})(_taken)
                         reasons.append(await fetch(taken.remote(self._reason_of(rank))))
         return " ".join(filter(None, reasons))
 

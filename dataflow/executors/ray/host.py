@@ -15,8 +15,8 @@ from dataflow.batch import Batch
 from dataflow.cluster.answer import answer_to, answering
 from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
-from dataflow.cluster.paths import SeesPaths
-from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory, version
+from dataflow.cluster.paths import SeesPaths, Where
+from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
 from dataflow.executors.ray import tensors
@@ -30,12 +30,10 @@ from dataflow.usercode.forks import in_one_process
 
 
 class Place(NamedTuple):
-    """Where a process is: the id and the address of its node, a port there that was free, and the package's version."""
+    """Where a process is, and a port there that was free."""
 
-    node: str
-    address: str
+    where: Where
     port: int
-    version: str
 
 
 class Host(SeesPaths):
@@ -45,13 +43,10 @@ class Host(SeesPaths):
         """Returns where this process is, with a free port there, where the ranks can meet."""
         import socket
 
-        import ray
-
-        address = ray.util.get_node_ip_address()
-        with socket.socket(family_of(address)) as s:
+        where = self.where()
+        with socket.socket(family_of(where.address)) as s:
             s.bind(("", 0))
-            port = s.getsockname()[1]
-        return Place(ray.get_runtime_context().get_node_id(), address, port, version())
+            return Place(where, s.getsockname()[1])
 
     @answering
     def build(

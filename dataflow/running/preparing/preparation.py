@@ -143,7 +143,8 @@ class Preparation:
         if isinstance(config, RunConfig) and any(model.given_urls for model in config.reward.models.values()):
             yield Check("model servers", self._check_servers)
         if isinstance(config, RunConfig) and config.engine.rollout == "server" and "rollout" in self.hosts:
-            if directory := config.engine.weights_dir:
+            # On other nodes it is the engine that looks: this machine need not have the directory.
+            if (directory := config.engine.weights_dir) and "rollout" not in config.ray.nodes:
                 yield Check("weights directory", partial(check_weights_directory, directory))
             yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
         if isinstance(config, RunConfig):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataflow.cluster.shared_paths import SharedPaths
 from dataflow.config.reward import RewardConfig, concurrency_of, model_of, source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError, ModelError
@@ -379,6 +380,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "devices": workers,
             "threads": config.trainer.threads,
             "nodes": node_rules(config).get("rollout"),
+            "paths": SharedPaths("rollout", **model_files(config.model.path)),
         }
         factory, gpus, workers = REPLICAS, 0.0, 1
     return Hosted(

@@ -13,14 +13,14 @@ from loguru import logger
 
 from dataflow.cluster.joined import own_address, running
 from dataflow.cluster.nodes import NodeRule, Places, lacking, nodes_of
+from dataflow.cluster.paths import Where
+from dataflow.cluster.shared_paths import SharedPaths
 from dataflow.config.base import BaseConfig
 from dataflow.config.served import ServedModelConfig
-from dataflow.executors.ray.shared_paths import SharedPaths
-from dataflow.rewards.models.placed.site import PlacedSite, Where
+from dataflow.rewards.models.placed.site import PlacedSite
 from dataflow.rewards.models.server import server_command
 from dataflow.rewards.models.site import ServerPlan
 from dataflow.running.services.nodes import model_files, node_rules
-from dataflow.stage import Hosted
 from dataflow.system.loopback import ADDRESS
 
 
@@ -58,7 +58,7 @@ class PlacedModel:
         self._rule = node_rules(config).get(name, NodeRule())
         key = f"reward.models.{name}"
         files = model_files(model.path, f"{key}.path", {f"{key}.template": model.template})
-        self._paths = SharedPaths(Hosted(name, dict, **files), str(directory.absolute()))
+        self._paths = SharedPaths(name, **files, directory=str(directory.absolute()))
         self._places = Places(
             model.replicas, 1.0 if plan.device == "cuda" else 0.0, model.tensor_parallel, rule=self._rule
         )

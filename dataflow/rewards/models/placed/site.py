@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from dataflow.cluster.answer import answering, cause, died, last_words
 from dataflow.cluster.nodes import nodes_of
-from dataflow.cluster.paths import SeesPaths
-from dataflow.cluster.process import version
-from dataflow.errors import ConfigError, DataflowError, RunError, UserError
+from dataflow.cluster.paths import SeesPaths, Where
+from dataflow.cluster.shared_paths import check_version
+from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.rewards.models.placed.relay import Relay
 from dataflow.rewards.models.server import CLOSE_S, ModelServer
 from dataflow.rewards.models.site import ServerPlan
@@ -23,14 +23,6 @@ from dataflow.system.secrets.redaction import redact_logs
 
 _CONTACT_S = 2.0
 """Seconds for a message to an actor and back."""
-
-
-class Where(NamedTuple):
-    """The node of an actor, by its id and its address, and the version of this package there."""
-
-    node: str
-    address: str
-    version: str
 
 
 class End(NamedTuple):
@@ -49,12 +41,6 @@ class ServerHost(SeesPaths):
         restore_path()
         redact_logs()
         self._answered = threading.Event()
-
-    def where(self) -> Where:
-        """Returns where this process is."""
-        import ray
-
-        return Where(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), version())
 
     @answering
     def start(self, plan: ServerPlan, log: str, start_s: float, hang_s: float) -> tuple[int, int]:
@@ -152,11 +138,7 @@ class PlacedSite:
         except ray.exceptions.GetTimeoutError:
             clause = self._lacking() or "no node had room for it; see 'ray status'"
             raise RunError(f"{self.what} was not placed after {self.place_s:g} s; {clause}.") from None
-        if where.version != version():
-            raise ConfigError(
-                f"node {where.address}, where {self.what} runs, has dataflow {where.version}, and this machine "
-                f"{version()}; give all nodes the same Python environment."
-            )
+        check_version(self.what, where)
         asyncio.run(self._check(actor, where))
         return where
 

@@ -1,32 +1,39 @@
-"""Checks that the nodes of a service's processes see the paths that it uses, before it is built."""
+"""Checks that the nodes of a service's processes have this package and see its paths, before it is built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dataflow.cluster.answer import cause, fetch
-from dataflow.cluster.paths import View, difference, look, marked, packed
+from dataflow.cluster.paths import View, Where, difference, look, marked, packed
+from dataflow.cluster.process import version
 from dataflow.errors import ConfigError
-from dataflow.graph import Hosted
 
 RUN = "runs"
 """The key that names the run's directory."""
 
 
+@dataclass(frozen=True)
 class SharedPaths:
-    """The paths that one service shares with the run.
+    """The paths that one service shares with the process that starts it.
 
-    Args:
-        spec: of the service.
+    Attributes:
+        service: its name.
+        files: that it reads; see :class:`~dataflow.signature.hosted.Hosted`, also for the next two.
+        made: directories that the run has made itself.
+        writes: files that it writes outside the run's directory.
         directory: of the run, if the service uses it.
     """
 
-    def __init__(self, spec: Hosted, directory: str | None) -> None:
-        self._spec = spec
-        self._directory = directory
+    service: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, str] = field(default_factory=dict)
+    writes: Mapping[str, str] = field(default_factory=dict)
+    directory: str | None = None
 
     async def check(self, actors: Mapping[str, Any]) -> None:
         """Compares the view of each node with that of this process; copies what the run has made itself.
@@ -37,10 +44,9 @@ class SharedPaths:
         Raises:
             ConfigError: a node does not see a path.
         """
-        spec = self._spec
-        paths = {**spec.files, **spec.made}
-        common = {} if self._directory is None else {RUN: self._directory}
-        common |= {key: _existing(path) for key, path in spec.writes.items()}
+        paths = {**self.files, **self.made}
+        common = {} if self.directory is None else {RUN: self.directory}
+        common |= {key: _existing(path) for key, path in self.writes.items()}
         if not actors or not (paths or common):
             return
         mine = {path: look(path) for path in paths.values()}
@@ -55,26 +61,26 @@ class SharedPaths:
                     await self._compare(key, path, mine[path], there, address, actor)
 
     async def _compare(self, key: str, path: str, here: View, there: View, address: str, actor: Any) -> None:
-        if key in self._spec.made and not there.kind and (archive := packed(path)) is not None:
+        if key in self.made and not there.kind and (archive := packed(path)) is not None:
             try:
                 await fetch(actor.unpack.remote(archive, path))
             except Exception as error:
                 why = cause(error)
                 raise ConfigError(
-                    f"{key}={path}: it cannot be copied to node {address}, where '{self._spec.name}' runs ({why}); "
+                    f"{key}={path}: it cannot be copied to node {address}, where '{self.service}' runs ({why}); "
                     "set XDG_CACHE_HOME to a directory that all nodes can write, or share."
                 ) from error
             return
         if clause := difference(here, there):
             raise ConfigError(
-                f"{key}={path}: node {address}, where '{self._spec.name}' runs, {clause}; put it on a disk that all "
+                f"{key}={path}: node {address}, where '{self.service}' runs, {clause}; put it on a disk that all "
                 "nodes share, or copy it there."
             )
 
     def _not_shared(self, key: str, directory: str, address: str) -> str:
-        where = f"node {address}, where '{self._spec.name}' runs, does not see"
-        fix = f"ray.nodes.{self._spec.name} labels of this machine's node."
-        if path := self._spec.writes.get(key):
+        where = f"node {address}, where '{self.service}' runs, does not see"
+        fix = f"ray.nodes.{self.service} labels of this machine's node."
+        if path := self.writes.get(key):
             return (
                 f"{key}={path}: {where} the directory {directory} of this machine; give a file on a disk that all "
                 f"nodes share, or {fix}"
@@ -98,18 +104,35 @@ def _marker(stack: ExitStack, key: str, directory: str) -> str:
         raise ConfigError(f"{key}: {directory} cannot be written: {error.strerror}.") from error
 
 
-def one_on_each(actors: Sequence[Any], nodes: Sequence[tuple[str, str]], here: str | None) -> dict[str, Any]:
+def check_version(what: str, where: Where) -> None:
+    """Checks that a process has the version of this package that this one has.
+
+    Args:
+        what: runs there, for the message.
+        where: it is.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    if where.version != version():
+        raise ConfigError(
+            f"node {where.address}, where {what} runs, has dataflow {where.version}, and this machine {version()}; "
+            "give all nodes the same Python environment."
+        )
+
+
+def one_on_each(actors: Sequence[Any], places: Sequence[Where], here: str | None) -> dict[str, Any]:
     """Returns the first actor on each node other than this process's, by the node's address.
 
     Args:
         actors: in order of rank.
-        nodes: id and address of the node of each.
+        places: of each.
         here: id of this process's node.
     """
     found: dict[str, tuple[str, Any]] = {}
-    for actor, (node, address) in zip(actors, nodes, strict=True):
-        if node != here:
-            found.setdefault(node, (address, actor))
+    for actor, where in zip(actors, places, strict=True):
+        if where.node != here:
+            found.setdefault(where.node, (where.address, actor))
     return dict(_named_apart(found))
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dataflow.cluster.paths import View, look, packed, unpack
+from dataflow.cluster.paths import View, Where, look, packed, unpack
+from dataflow.cluster.shared_paths import SharedPaths, one_on_each
 from dataflow.errors import ConfigError
-from dataflow.executors.ray.shared_paths import SharedPaths, one_on_each
-from dataflow.graph import Hosted
 
 
 class Elsewhere:
@@ -49,8 +49,8 @@ def later(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def checked(spec: Hosted, directory: str | None = None, **actors: Any) -> None:
-    asyncio.run(SharedPaths(spec, directory).check(actors))
+def checked(paths: SharedPaths, directory: str | None = None, **actors: Any) -> None:
+    asyncio.run(replace(paths, directory=directory).check(actors))
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def reward(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_a_node_lacks_is_named_with_node_and_fix(tmp_path: Path, reward: Path) -> None:
-    spec = Hosted("reward", dict, files={"custom_reward_function.path": str(reward)})
+    paths = SharedPaths("reward", files={"custom_reward_function.path": str(reward)})
     with pytest.raises(ConfigError) as caught:
-        checked(spec, node7=Elsewhere(tmp_path / "disk"))
+        checked(paths, node7=Elsewhere(tmp_path / "disk"))
     assert str(caught.value) == (
         f"custom_reward_function.path={reward}: node node7, where 'reward' runs, does not have this file; put it on a "
         "disk that all nodes share, or copy it there."
@@ -75,44 +75,44 @@ def test_an_older_copy_of_a_file_is_named(tmp_path: Path, reward: Path) -> None:
     copy = Path(node.at(str(reward)))
     copy.parent.mkdir(parents=True)
     copy.write_text("def compute_score(*_): return 0.0")
-    spec = Hosted("reward", dict, files={"custom_reward_function.path": str(reward)})
+    paths = SharedPaths("reward", files={"custom_reward_function.path": str(reward)})
     with pytest.raises(ConfigError, match="node node7, where 'reward' runs, has another file there"):
-        checked(spec, node7=node)
+        checked(paths, node7=node)
     copy.write_text(reward.read_text())
-    checked(spec, node7=node)
+    checked(paths, node7=node)
 
 
 def test_a_run_directory_of_the_same_name_on_another_disk_is_not_shared(tmp_path: Path) -> None:
     run, node = tmp_path / "runs" / "a", Elsewhere(tmp_path / "disk")
     run.mkdir(parents=True)
     Path(node.at(str(run))).mkdir(parents=True)
-    spec = Hosted("trainer", dict)
+    paths = SharedPaths("trainer")
     with pytest.raises(ConfigError) as caught:
-        checked(spec, str(run), node7=node)
+        checked(paths, str(run), node7=node)
     assert str(caught.value) == (
         f"runs: node node7, where 'trainer' runs, does not see the run's directory {run}, which it has files in; give "
         "runs= a directory on a disk that all nodes share, or ray.nodes.trainer labels of this machine's node."
     )
     assert list(run.iterdir()) == []
-    checked(spec, str(run), node7=Elsewhere(Path("/")))
-    checked(spec, None, node7=node)  # it has no files there
+    checked(paths, str(run), node7=Elsewhere(Path("/")))
+    checked(paths, None, node7=node)  # it has no files there
 
 
 def test_a_cache_must_be_on_a_disk_that_the_nodes_share(tmp_path: Path) -> None:
     cache, node = tmp_path / "caches" / "c.sqlite", Elsewhere(tmp_path / "disk")
     Path(node.at(str(tmp_path))).mkdir(parents=True)
-    spec = Hosted("reward", dict, writes={"reward.cache": str(cache)})
+    paths = SharedPaths("reward", writes={"reward.cache": str(cache)})
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(ConfigError) as caught:
-        checked(spec, node7=node)
+        checked(paths, node7=node)
     assert str(caught.value) == (
         f"reward.cache={cache}: node node7, where 'reward' runs, does not see the directory {tmp_path} of this "
         "machine; give a file on a disk that all nodes share, or ray.nodes.reward labels of this machine's node."
     )
     with pytest.raises(ConfigError, match=r"^runs: node node7"):
-        checked(spec, str(run), node7=node)
-    checked(spec, str(run), node7=Elsewhere(Path("/")))
+        checked(paths, str(run), node7=node)
+    checked(paths, str(run), node7=Elsewhere(Path("/")))
     assert sorted(tmp_path.iterdir()) == [tmp_path / "disk", run]  # the markers are gone, and nothing is made
 
 
@@ -120,16 +120,16 @@ def test_a_model_that_the_run_has_made_is_copied(tmp_path: Path) -> None:
     model = tmp_path / "cache" / "tiny"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    spec = Hosted("rollout", dict, made={"model.path": str(model)})
+    paths = SharedPaths("rollout", made={"model.path": str(model)})
     node = Elsewhere(tmp_path / "disk")
-    checked(spec, node7=node)
+    checked(paths, node7=node)
     assert look(node.at(str(model))) == look(str(model))
     with pytest.raises(ConfigError, match=r"cannot be copied to node node8, .*No space left.*set XDG_CACHE_HOME"):
-        checked(spec, node8=Elsewhere(tmp_path / "full", full=True))
+        checked(paths, node8=Elsewhere(tmp_path / "full", full=True))
 
 
 def test_one_process_looks_for_each_other_node() -> None:
-    nodes = [("a", "10.0.0.1"), ("b", "10.0.0.2"), ("b", "10.0.0.2"), ("c", "10.0.0.2")]
+    nodes = [Where(*each, "1") for each in (("a", "10.0.0.1"), ("b", "10.0.0.2"), ("b", "10.0.0.2"), ("c", "10.0.0.2"))]
     assert one_on_each([0, 1, 2, 3], nodes, here="a") == {"10.0.0.2 (b)": 1, "10.0.0.2 (c)": 3}
     assert list(one_on_each([0, 1], nodes[:2], here=None)) == ["10.0.0.1", "10.0.0.2"]
 
