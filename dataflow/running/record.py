@@ -25,6 +25,8 @@ from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.writer import TraceWriter
 
 SUMMARY = "summary.json"
+_UNTAUGHT_STEPS = 3
+"""Steps in a row that train nothing, after which a warning says so."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Record:
         self.steps = 0
         self.summary: dict[str, Any] = {}
         self.digests: dict[str, str] = {}
+        self._untaught = 0
         self._backends = backends
         self._gpus = gpus
         self._tracker: Tracker | None = None
@@ -221,10 +224,25 @@ class Record:
             # A long run is not read again from its beginning.
             metrics = {**metrics, **step_metrics(Trace(self.trace.spans[-window:], meta=self.trace.meta), step)}
             metrics = {**metrics, **throughput(metrics, self._gpus)}
+            self._look_for_advantages(step, metrics)
         self._take(step, metrics)
         assert self._tracker is not None
         self._tracker.log(step, metrics)
         return metrics if ended else None
+
+    def _look_for_advantages(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warns, once, after several steps in a row whose advantages are all 0, as when a reward is always the same."""
+        most, least = metrics.get("critic/advantages/max"), metrics.get("critic/advantages/min")
+        self._untaught = self._untaught + 1 if most == least == 0 else 0
+        if self._untaught == _UNTAUGHT_STEPS:
+            logger.warning(
+                "steps {} to {} trained nothing, as their advantages are all 0: the samples of each prompt had the "
+                "same score (mean {:g}); look at responses and scores with 'dataflow samples {}'.",
+                step - _UNTAUGHT_STEPS + 1,
+                step,
+                metrics.get("critic/score/mean", 0.0),
+                self.directory,
+            )
 
     def _take(self, step: int, metrics: Mapping[str, float]) -> None:
         scores = [value for name, value in metrics.items() if name.startswith("val-core/")]

@@ -35,13 +35,13 @@ def evaluate(record: Record, step: int = 0) -> None:
     record.step(step, {"val-core/score": 0.5 + step}, 10)
 
 
-def train(record: Record, step: int) -> None:
-    """Adds a step, with the rollout of the next one."""
+def train(record: Record, step: int, **metrics: float) -> None:
+    """Adds a step with further metrics, with the rollout of the next one."""
     mark = Mark("reward", "reward", step, step + 0.5, {"step": step, "how": "call", "tries": 2})
     record.trace.add(Span("reward_collect", step, 0, 1, "reward", step, step + 0.5, {"requests": 1}), mark)
     record.trace.add(Span("rollout", step + AHEAD, 0, 1, "gpu", step, step + 0.9))
     record.trace.add(Span("actor_update", step, 0, 1, "gpu", step + 0.9, step + 1.0))
-    record.step(step, {"reward/tokens": 10}, 10)
+    record.step(step, {"reward/tokens": 10, **metrics}, 10)
 
 
 def go_on(directory: Path) -> Record:
@@ -163,6 +163,24 @@ def test_metrics_that_are_no_text_are_left_out(killed: Path) -> None:
     metrics = killed / "metrics.jsonl"
     metrics.write_bytes(b"\xff\xfe\n" + metrics.read_bytes())
     assert facts(go_on(killed))["rows"][-POINT:] == list(range(1, POINT + 1))
+
+
+@pytest.mark.parametrize(
+    ("most", "warned"),
+    [([0, 0, 0, 0, 0], ["steps 1 to 3 trained nothing"]), ([0, 0, 0.5, 0, 0], []), ([1, 0, 0, 0], ["steps 2 to 4"])],
+)
+def test_steps_that_train_nothing_are_said_once(most: list[float], warned: list[str], tmp_path: Path) -> None:
+    record = opened(tmp_path)
+    record.begin(100.0)
+    with logged() as warnings:
+        for step, value in enumerate(most, 1):
+            score = {"critic/score/mean": 0.25, "critic/advantages/max": value, "critic/advantages/min": -value}
+            train(record, step, **score)
+            record.step(step, {"late": 1.0}, 10)
+    assert [text in line for text, line in zip(warned, warnings, strict=True)] == [True] * len(warned)
+    assert all("score (mean 0.25); look" in line and f"'dataflow samples {tmp_path}'" in line for line in warnings)
+    record.leave(1.0)
+    record.close()
 
 
 @pytest.mark.slow
