@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _run import ROOT, finish, start, table
@@ -39,7 +40,8 @@ def main(arguments: list[str]) -> int:
                 if seed in curves.get(pipeline.stem, {}):
                     continue
                 name = f"{pipeline.stem}-{seed}"
-                summary = finish(start(Path(runs), name, pipeline=pipeline, **{**KEYS, **given, "seed": seed}))
+                keys = {**_keys(pipeline), **given, "seed": seed}
+                summary = finish(start(Path(runs), name, pipeline=pipeline, **keys))
                 found = curves.setdefault(pipeline.stem, {})[seed] = summary["evaluations"]
                 out.write_text(json.dumps(curves, indent=0, sort_keys=True) + "\n")
                 print(f"{name}: {_after(found):.3f} in {summary['total_s']:.0f} s", file=sys.stderr, flush=True)
@@ -50,6 +52,14 @@ def main(arguments: list[str]) -> int:
     print(table(rows))
     draw(curves, out.with_suffix(".png"))
     return 0 if all(_after(curve) - curve["0"] >= GAIN for each in curves.values() for curve in each.values()) else 1
+
+
+def _keys(pipeline: Path) -> dict[str, Any]:
+    """Returns the keys that have an effect in a pipeline: one without rewards refuses those of the judge."""
+    from dataflow.config.loading.pipeline_file import load_pipeline_file
+
+    unread = load_pipeline_file(pipeline).Config.unread
+    return {key: value for key, value in KEYS.items() if key not in unread and key.partition(".")[0] not in unread}
 
 
 def _after(curve: Curve) -> float:

@@ -52,7 +52,7 @@ class Pipeline:
         self.stages = tuple(stages)
         if odd := [each for each in self.stages if not isinstance(each, Stage)]:
             raise PipelineError(f"{odd[0]!r} in a pipeline is no stage; write @stage(...) above the function.")
-        self.inputs = names_of(inputs)
+        self.inputs = names_of(inputs, "Pipeline(inputs)")
         self.resources: dict[str, int | None] = dict(resources or {"gpu": 1, "reward": None, "controller": 1, "io": 1})
         for name, slots in self.resources.items():
             if slots is not None and (not isinstance(slots, int) or slots < 1):

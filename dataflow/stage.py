@@ -9,14 +9,13 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from dataflow.errors import PipelineError, counted, nearest
-from dataflow.signature.fields import Carried, Lag, Latest, Read, read_of
+from dataflow.signature.fields import Carried, Lag, Latest, Read, names_around, read_of
 from dataflow.signature.hosted import Hosted
 from dataflow.signature.task_info import TaskInfo
 
@@ -71,6 +70,16 @@ class Stage:
     until: str | None = None
     """Another stage, at whose end this one's slot of their resource is free again."""
 
+    def __post_init__(self) -> None:
+        for name in ("name", "on", "ahead_of", "until"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name in ("name", "on")):
+                raise PipelineError(f"stage '{self.name}': {name}={value!r}; give a name.")
+        if not self.name or "[" in self.name:
+            raise PipelineError(
+                f"'{self.name}' cannot be the name of a stage: tasks are named NAME[STEP]; give one without '['."
+            )
+
     @property
     def collects(self) -> bool:
         """Whether it returns the scored groups of each part of the step."""
@@ -111,11 +120,12 @@ class Stage:
             epochs_over: ``mini-batch`` uses each mini-batch ``epochs`` times before the next one, so that the order is
                 the same however the policy splits the step; ``step`` passes over the whole step ``epochs`` times, as
                 verl does, which only policies with split=1 can.
-            renamed: new names of fields it reads or writes, by old name.
+            renamed: new names of fields it reads or writes, by old name. One mapping may serve several stages: names
+                of fields that this one has not are ignored.
             **services: engines, agents and options, by parameter.
 
         Raises:
-            PipelineError: the function has no such keyword parameter.
+            PipelineError: the function has no such keyword parameter, or a name is none.
         """
         for service in services:
             if service not in self.accepts:
@@ -124,12 +134,13 @@ class Stage:
                     f" (it takes {', '.join(self.accepts) or 'none'})."
                 )
         other = dict(renamed or {})
+        names_of(other.values(), f"stage '{self.name}': renamed")
         return replace(
             self,
             name=name or self.name,
             on=on or self.on,
             every=self.every if every is None else every,
-            after=self.after if after is None else names_of(after),
+            after=self.after if after is None else names_of(after, f"stage '{self.name}': after"),
             ahead_of=ahead_of or self.ahead_of,
             until=until or self.until,
             mini_batches=self.mini_batches if mini_batches is None else mini_batches,
@@ -177,7 +188,7 @@ class Stage:
             )
         for name in ("every", "mini_batches", "epochs"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Integral):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
                 raise PipelineError(f"stage '{self.name}': {name}={value!r}; give a whole number.")
             if value is not None and value < 1:
                 raise PipelineError(f"stage '{self.name}': {name}={value}; give 1 or more.")
@@ -328,7 +339,7 @@ def stage(
             )
         reads: list[Read] = []
         services: list[str] = []
-        around = _names_around(fn, sys._getframe(1))
+        around = names_around(fn, sys._getframe(1))
         for name, parameter in inspect.signature(fn).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 if name != "task":
@@ -341,26 +352,34 @@ def stage(
             name=fn.__name__,
             fn=fn,
             reads=tuple(reads),
-            writes=names_of(writes),
+            writes=names_of(writes, f"stage '{fn.__name__}': writes"),
             on=on,
             grain=grain,
             role=role,
             streams=streams,
-            after=names_of(after),
+            after=names_of(after, f"stage '{fn.__name__}': after"),
             every=every,
             ahead_of=ahead_of,
             accepts=tuple(services),
             whole_batch=whole_batch,
-            imports=tuple(imports),
+            imports=names_of(imports, f"stage '{fn.__name__}': imports"),
             replays=replays,
         )
 
     return wrap
 
 
-def names_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns names that were given as a sequence, or one alone."""
-    return (given,) if isinstance(given, str) else tuple(given)
+def names_of(given: str | Iterable[str], what: str) -> tuple[str, ...]:
+    """Returns names that were given as a sequence, or one alone.
+
+    Raises:
+        PipelineError: they are no names; ``what`` says whose.
+    """
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for name in names:
+        if not isinstance(name, str):
+            raise PipelineError(f"{what}: {name!r} is no name; give a name, or a list of names.")
+    return names
 
 
 def _check_function(fn: Any) -> None:
@@ -373,15 +392,3 @@ def _check_function(fn: Any) -> None:
             f"@stage above a {type(fn).__name__}: it has no name; write a function that calls it, whose options (after "
             "the *) are given by bind()."
         )
-
-
-def _names_around(fn: Callable[..., Any], frame: FrameType) -> Mapping[str, Any]:
-    """Returns the local names of the function or class that defines ``fn``, if the frame is that of its body.
-
-    A function's closure lacks names of the enclosing function that only its annotations use. Names of another function
-    that makes a stage of it mean something else.
-    """
-    plain = inspect.unwrap(fn)
-    home = getattr(plain, "__qualname__", "").rpartition(".")[0].removesuffix(".<locals>")
-    own = frame.f_globals is getattr(plain, "__globals__", None)
-    return frame.f_locals if own and home and frame.f_code.co_qualname == home else {}

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dataflow.usercode.numeric import real_number
+
 
 class Scored(Protocol):
     """A sample of a finished group; the text of one names the sample."""
@@ -36,7 +38,7 @@ class GroupFilter:
         """Returns whether the samples of a finished group that count all have the same value.
 
         Raises:
-            ValueError: the reward returned no column of this name; with the fix.
+            ValueError: the reward returned no column of this name, or one that holds no number or text; with the fix.
         """
         values = [self._value(request) for request in requests if request.kept]
         return all(value == values[0] for value in values)
@@ -50,4 +52,13 @@ class GroupFilter:
                 f"{request}: the reward returned no column '{self.metric}' (algorithm.filter_groups.metric); "
                 f"it has {known}."
             )
-        return request.extras[self.metric]
+        value = request.extras[self.metric]
+        if type(value) is str:
+            return value
+        try:
+            return real_number(value)
+        except ValueError as error:
+            raise ValueError(
+                f"{request}: its column '{self.metric}' (algorithm.filter_groups.metric) is {error}; let the reward "
+                "return a number or a text there."
+            ) from error

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from loguru import logger
+
 from dataflow.rewards.hedge import Hedge
 from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.limits.rates import LONG_S
 from dataflow.rewards.limits.router import Router, is_doubtful
 from dataflow.rewards.requests import Failed, JobState, Outcome, Scored, ScoringJob
 from dataflow.rewards.retry import Retry, is_overload, is_throttle, is_timeout, retry_after_s, status_of
@@ -72,6 +75,7 @@ class Scorer:
         if router is not None:
             router.open(limiter.queues, retry.deadline_s)
         self.counts: Counter[str] = Counter()
+        self._told_until = 0.0
 
     def score(self, job: ScoringJob) -> None:
         """Queues a job, new or after its backoff; ``limiter.fill`` starts it."""
@@ -177,6 +181,17 @@ class Scorer:
         """
         return max([call.seconds, *(clock.now() - slower.begin for slower in job.live)]) if job.live else call.seconds
 
+    def _tell_long(self, pause_s: float, queue: EndpointQueue) -> None:
+        """Logs a long pause, which looks like a run that stands still; during it, no further one."""
+        if pause_s > LONG_S and clock.now() >= self._told_until:
+            self._told_until = clock.now() + pause_s
+            logger.warning(
+                "reward agent: {} asks for a pause of {:.0f} s (Retry-After), in which nothing is sent to it; lower "
+                "reward.concurrency, or set reward.rpm.",
+                queue.name or "the service",
+                pause_s,
+            )
+
     def _on_failed(self, job: ScoringJob, queue: EndpointQueue, call: Call, error: BaseException) -> None:
         job.errors.append(_brief(error))
         job.error, job.last_s = error, call.seconds
@@ -190,6 +205,7 @@ class Scorer:
                 job.throttled += 1
             if pause_s:
                 queue.pause(pause_s)
+                self._tell_long(pause_s, queue)
         elsewhere = self._router is not None and self._router.failed(queue.name, error)
         if self._router is not None and is_doubtful(error):
             job.doubted = (*job.doubted, queue.name)

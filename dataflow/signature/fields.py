@@ -9,11 +9,13 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from dataflow.errors import PipelineError
 
 Lag: TypeAlias = Literal["none", "latest", "carried"]
+_CONTAINERS = (list, tuple, set, frozenset)
 
 
 class Carried:
@@ -105,15 +107,16 @@ def _lags(kind: Any) -> Iterator[Lag]:
 
 
 def _marked(item: Any) -> Lag | None:
-    """Returns the lag of a marker, which may be a class or an object of one; None for anything else."""
-    kind = item if isinstance(item, type) else type(item)
+    """Returns the lag of a marker: a class, a generic one with its types, or an object; None for anything else."""
+    kind = origin if isinstance(origin := typing.get_origin(item) or item, type) else type(item)
     return "carried" if issubclass(kind, Carried) else "latest" if issubclass(kind, Latest) else None
 
 
 def _mentions(kind: Any) -> Iterator[bool]:
-    """Yields True for each marker inside a type, where it says nothing: an argument, a bound, a text."""
+    """Yields True for each marker inside a type, where it says nothing: an argument, a bound, a text, a container."""
     bounds = (kind.__bound__, *kind.__constraints__) if isinstance(kind, typing.TypeVar) else ()
-    for item in kind if isinstance(kind, list) else (*typing.get_args(kind), *bounds):
+    held = (*kind, *kind.values()) if isinstance(kind, dict) else kind if isinstance(kind, _CONTAINERS) else ()
+    for item in (*held, *typing.get_args(kind), *bounds):
         yield from (True for _ in _lags(item))
         if getattr(item, "__forward_arg__", item) in (Carried.__name__, Latest.__name__):
             yield True
@@ -122,3 +125,23 @@ def _mentions(kind: Any) -> Iterator[bool]:
 
 def _text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def names_around(fn: Callable[..., Any], frame: FrameType) -> Mapping[str, Any]:
+    """Returns the local names of the function or class that defines ``fn``, if that still runs.
+
+    A function's closure lacks names of the enclosing function that only its annotations use. Names of another function
+    that makes a stage of it mean something else.
+
+    Args:
+        fn: the stage's function.
+        frame: that makes the stage; the enclosing function is it or below it on the stack.
+    """
+    plain = inspect.unwrap(fn)
+    home = getattr(plain, "__qualname__", "").rpartition(".")[0].removesuffix(".<locals>")
+    around: FrameType | None = frame if home else None
+    while around is not None:
+        if around.f_code.co_qualname == home and around.f_globals is getattr(plain, "__globals__", None):
+            return around.f_locals
+        around = around.f_back
+    return {}

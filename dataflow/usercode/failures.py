@@ -101,7 +101,7 @@ def message_of(error: BaseException) -> str:
         if is_interrupt(own):
             raise
         return f"its __str__ raised {type(own).__name__}"
-    line = redact(" ".join(head.split()))
+    line = encodable(redact(" ".join(head.split())))
     size = size if size > _READ else len(line)
     return line if size <= LONGEST else f"{line[:LONGEST]}... ({size:,} characters)"
 

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+_EXACT = 2.0**53
+"""Below it a float holds each whole number."""
+
 
 def real_number(value: Any) -> float:
     """Returns a number as float, NaN and infinities included; an array or tensor of one element as that element.
@@ -31,6 +34,19 @@ def real_number(value: Any) -> float:
         raise ValueError("a number too large for a float") from error
     except Exception as error:  # raised by the value, such as a tensor without data
         raise ValueError(f"{what} that cannot be read as a number ({type(error).__name__})") from error
+
+
+def count_of(value: Any) -> int | None:
+    """Returns a whole number of 0 or more that a float holds exactly, such as tokens; None for anything else.
+
+    >>> count_of(7.0), count_of(True), count_of(-1), count_of(10**400)
+    (7, None, None, None)
+    """
+    try:
+        number = -1.0 if isinstance(value, bool) else real_number(value)
+    except ValueError:
+        return None
+    return int(number) if 0 <= number < _EXACT and number.is_integer() else None
 
 
 def kind_of(value: Any) -> str:

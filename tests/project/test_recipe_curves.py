@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from dataflow.config.loading.pipeline_file import load_pipeline_file
+from dataflow.config.run import parse_overrides
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 LEARNS = {"0": 0.4, "5": 0.3, "10": 0.45, "15": 0.57}
 FAILS = {"0": 0.4, "5": 0.6, "10": 0.48, "15": 0.5}
@@ -33,6 +36,7 @@ def test_each_recipe_runs_once_for_each_seed_and_finished_ones_are_kept(
         return name
 
     monkeypatch.setattr(bench, "start", start)
+    monkeypatch.setattr(bench, "_keys", lambda _pipeline: dict(bench.KEYS))
     out = tmp_path / "curves.json"
     assert bench.main(["a.py", "seeds=2", f"out={out}"]) == 0
     assert [(name, file, keys["seed"]) for name, file, keys in begun] == [("a-0", "a.py", "0"), ("a-1", "a.py", "1")]
@@ -48,7 +52,14 @@ def test_each_recipe_runs_once_for_each_seed_and_finished_ones_are_kept(
 
 @pytest.mark.slow
 def test_without_a_file_it_runs_all_recipes(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[str] = []
-    monkeypatch.setattr(bench, "start", lambda _runs, name, pipeline, **_keys: begun.append(pipeline.stem) or name)
+    begun: dict[str, dict[str, Any]] = {}
+
+    def start(_runs: Path, name: str, pipeline: Path, **keys: Any) -> str:
+        begun[pipeline.stem] = keys
+        parse_overrides(load_pipeline_file(pipeline).Config, [f"{key}={value}" for key, value in keys.items()])
+        return name
+
+    monkeypatch.setattr(bench, "start", start)
     assert bench.main(["seeds=1", f"out={tmp_path / 'curves.json'}"]) == 0
-    assert begun == sorted(path.stem for path in (BENCHMARKS.parent / "pipelines").glob("*.py"))
+    assert [name for name, keys in begun.items() if "reward.concurrency" not in keys] == ["distill"]
+    assert list(begun) == sorted(path.stem for path in (BENCHMARKS.parent / "pipelines").glob("*.py"))

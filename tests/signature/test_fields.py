@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NewType, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NewType, Optional, TypeVar, Union
 
 import pytest
 
@@ -28,6 +28,13 @@ class Old(Carried):
     """A marker with a documentation of its own."""
 
 
+T = TypeVar("T")
+
+
+class Typed(Carried, Generic[T]):
+    """A marker that also says the type."""
+
+
 WAYS: dict[str, tuple[Any, str]] = {
     "the class": (Carried, "carried"),
     "an instance": (Latest(), "latest"),
@@ -39,6 +46,9 @@ WAYS: dict[str, tuple[Any, str]] = {
     "an alias": ("State", "latest"),
     "an alias of Annotated": ("Version", "carried"),
     "Annotated": (Annotated[int, Carried], "carried"),
+    "generic": ("Typed[int]", "carried"),
+    "Annotated, generic": ("Annotated[int, Typed[int]]", "carried"),
+    "a generic one or None": ("Typed[int] | None", "carried"),
     "Annotated, an instance": ("Annotated[dict[str, Any], Latest()]", "latest"),
     "Annotated, its type": (Annotated[Carried, "of the engine"], "carried"),
     "or None": ("Latest | None", "latest"),
@@ -72,6 +82,22 @@ def test_names_of_the_enclosing_function_are_known() -> None:
     assert [read.lag for read in reads.reads] == ["carried", "latest", "none", "none"]
 
 
+def test_names_of_the_enclosing_function_are_known_where_a_helper_makes_the_stage() -> None:
+    Version = Annotated[int, Latest]  # another than that of this module
+
+    def reads(version: Version) -> None: ...
+
+    def helper(fn: Callable[..., Any]) -> Any:
+        return stage(on="gpu")(fn)
+
+    assert stage(on="gpu")(reads).reads == helper(reads).reads == made(reads).reads == (Read("version", "latest"),)
+    assert Version
+
+
+def made(fn: Callable[..., Any]) -> Any:
+    return stage(on="gpu")(fn)
+
+
 def test_options_and_services_need_not_be_resolved() -> None:
     @stage(on="gpu")
     def draws(prompts: list[int], *, engine: Hidden) -> None: ...
@@ -82,7 +108,18 @@ def test_options_and_services_need_not_be_resolved() -> None:
 WRONG = {
     "Hidden": "the annotation 'Hidden' of field 'actor' cannot be resolved (name 'Hidden' is not defined)",
     **dict.fromkeys(
-        ("list[Carried]", "Annotated[dict, 'Carried']", "Bound", "Quoted", "OneOf", "Callable[[Carried], int]"),
+        (
+            "list[Carried]",
+            "Annotated[dict, 'Carried']",
+            "Bound",
+            "Quoted",
+            "OneOf",
+            "Callable[[Carried], int]",
+            "Annotated[int, (Carried, 'of the engine')]",
+            "Annotated[int, [Latest]]",
+            "Annotated[int, {'lag': Carried}]",
+            "Annotated[int, {Latest: 1}]",
+        ),
         "has Carried or Latest inside another type or a text; write Annotated[TYPE, Carried], or Carried alone.",
     ),
     "Carried | Latest": "says both Carried and Latest; give one of them.",
@@ -146,3 +183,27 @@ def test_a_role_is_one_there_is() -> None:
         stage(on="gpu", forms_parts=True)  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match=r"per_emission=True\) is stage\(per_chunk=True\) now"):
         stage(on="gpu", per_emission=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"on": 4}, "stage 'samples': on=4; give a name."),
+        ({"name": 3}, "stage '3': name=3; give a name."),
+        ({"name": "a[1]"}, "'a[1]' cannot be the name of a stage"),
+        ({"until": 3}, "stage 'samples': until=3; give a name."),
+        ({"after": 5}, "stage 'samples': after: 5 is no name; give a name, or a list of names."),
+        ({"after": ["x", 5]}, "stage 'samples': after: 5 is no name"),
+        ({"renamed": {"out": 3}}, "stage 'samples': renamed: 3 is no name"),
+    ],
+)
+def test_what_is_no_name_is_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(PipelineError) as raised:
+        stage(writes="out", on="gpu")(samples).bind(**given)
+    assert why in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [{"writes": 3}, {"after": 3}, {"imports": 3}])
+def test_what_is_no_list_of_names_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(PipelineError, match=f"stage 'samples': {next(iter(given))}: 3 is no name; give"):
+        stage(on="gpu", **given)(samples)

@@ -140,3 +140,7 @@ def test_a_cancellation_is_ours_only_where_the_task_is_cancelled() -> None:
 
     asyncio.run(cancelled())
     assert found == [False, True]
+
+
+def test_a_message_can_be_written_whatever_is_in_it() -> None:
+    assert failures.message_of(OSError("no file caf\udce9.json")) == "no file caf\\udce9.json"

@@ -169,6 +169,7 @@ def test_lists_of_scores_that_are_none(scores: Any) -> None:
 def test_tokens_are_whole_numbers_of_any_type() -> None:
     assert [tokens_used({"tokens": n}) for n in (7, 7.0, np.int64(7), np.array([7]), torch.tensor(7.0))] == [7] * 5
     assert [tokens_used({"tokens": n}) for n in (-7, 7.5, math.nan, True, None, [7], "7")] == [None] * 7
+    assert [tokens_used({"tokens": n}) for n in (2**53 - 1, 2**53, 10**400, math.inf)] == [2**53 - 1, None, None, None]
 
 
 @pytest.mark.parametrize(

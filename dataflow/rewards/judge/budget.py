@@ -11,6 +11,7 @@ from typing import Any
 
 from dataflow.errors import ConfigError, counted
 from dataflow.rewards.judge.errors import JudgeError
+from dataflow.usercode.numeric import count_of
 
 CHARACTERS = 4
 """Characters of text that count as one token in estimates."""
@@ -149,8 +150,8 @@ class Budget:
 
 def _read(usage: Any) -> tuple[int, int, int]:
     fields = usage if isinstance(usage, Mapping) else {}
-    numbers = (fields.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens"))
-    prompt, completion, total = (n if isinstance(n, int) and n > 0 else 0 for n in numbers)
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    prompt, completion, total = (count_of(fields.get(name)) or 0 for name in names)
     return prompt, completion, total
 
 

@@ -17,8 +17,8 @@ _REQUEST_BURST_S, _TOKEN_BURST_S = 1.0, 5.0
 """Burst, in seconds of the rate. Larger for tokens, since one request may use more than a second's worth."""
 
 
-_LONG_S = 60.0
-"""Seconds that a rate may hold up one request without a warning."""
+LONG_S = 60.0
+"""Seconds that a rate, or a pause that a service asked for, may hold up requests without a warning."""
 _SPANS = ((31_557_600.0, "years"), (86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
@@ -63,8 +63,8 @@ class Rates:
             await self._tokens.wait(tokens)
 
     def _check(self, seconds: float, what: str) -> None:
-        """Warns once if one request takes up more than :data:`_LONG_S` of the rate."""
-        if seconds > _LONG_S and not self._warned:
+        """Warns once if one request takes up more than :data:`LONG_S` of the rate."""
+        if seconds > LONG_S and not self._warned:
             self._warned = True
             logger.warning("reward agent: the limit {} in {}; raise it if you did not mean that.", what, _span(seconds))
 

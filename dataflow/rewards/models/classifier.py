@@ -21,6 +21,7 @@ from dataflow.rewards.models.conversation import Renderer, messages_of
 from dataflow.rewards.user.results import read_number
 from dataflow.system.address import without_login
 from dataflow.system.http import short
+from dataflow.usercode.numeric import count_of
 
 _REPLY_BYTES = 1 << 20
 
@@ -151,7 +152,7 @@ class Classifier:
             fix = f"serve a model with one label, or give {self._key}.kind=chat if it is a generative one"
             raise JudgeError(f"{url} answered {count} numbers, where a score is one", retry=False, fix=fix)
         try:
-            return read_number(value), tokens if isinstance(tokens, int) and tokens >= 0 else 0
+            return read_number(value), count_of(tokens) or 0
         except ValueError as error:
             fix = f"see the model's weights, and {self._key}.dtype"
             raise JudgeError(f"{url} answered a score that is {error}", retry=False, fix=fix) from None

@@ -8,7 +8,7 @@ from typing import Any
 
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import attempt
-from dataflow.usercode.numeric import kind_of, real_number
+from dataflow.usercode.numeric import count_of, kind_of, real_number
 
 MOST = float.fromhex("0x1.fffffep+127")
 """The largest score: scores become float32, in which a larger one is infinite."""
@@ -70,23 +70,12 @@ def tokens_used(result: Any) -> int | None:
     """Returns the tokens that a call used, by the column ``tokens`` of its result, which may be of any kind.
 
     Returns:
-        None if there is no such column, or it is not an integer of 0 or more: it may be anything, such as the tokens
-        themselves.
+        None if there is no such column, or it is no count: it may be anything, such as the tokens themselves.
     """
     if not issubclass(type(result), Mapping):
         return None
-    used, error = attempt(_tokens_of, result)
+    used, error = attempt(lambda: count_of(result.get("tokens")))
     return None if error is not None else used
-
-
-def _tokens_of(columns: Mapping[str, Any]) -> int | None:
-    tokens = columns.get("tokens")
-    if tokens is None or isinstance(tokens, bool):
-        return None
-    if type(tokens) is int:
-        return tokens if tokens >= 0 else None
-    number = read_number(tokens)
-    return int(number) if number >= 0 and number.is_integer() else None
 
 
 def read_usage(usage: Any) -> dict[str, float]:
@@ -100,7 +89,8 @@ def read_usage(usage: Any) -> dict[str, float]:
     read = {}
     for name, value in usage.items():
         try:
-            read[name] = value if type(value) is int else read_number(value)
+            number = read_number(value)
+            read[name] = value if type(value) is int else number
         except ValueError as error:
             raise ValueError(f"a dict whose {name!r} is {error}") from error
     return read

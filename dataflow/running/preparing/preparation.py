@@ -106,7 +106,7 @@ class Preparation:
         """Returns the run's task graph from a step on (and keeps it)."""
         config = self.config
         pipeline = pipeline_of(self.module, config)
-        for sentence in pipeline.unread() if first == 1 else ():
+        for sentence in pipeline.unread() if first == 1 and not hasattr(self, "graph") else ():
             logger.warning(sentence)
         self.graph = expand(
             pipeline, self.schedule, config.steps, config.optimizer_steps, groups=config.step_groups, first=first

@@ -24,7 +24,7 @@ from dataflow.running.reporting.tensorboard import TensorBoard
 from dataflow.system.children import safe_path
 from dataflow.timeline.agents import causes_of
 from dataflow.timeline.causes.attribution import pool_waits
-from dataflow.timeline.spans import POOLS, Span, Trace, covered
+from dataflow.timeline.spans import POOLS, Trace, covered
 from dataflow.usercode.numeric import finite
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ TIMINGS = {"samples": "gen", "trains": "update_actor"}
 FIELDS = {"old_log_probs": "old_log_prob", "ref_log_probs": "ref", "advantages": "adv"}
 FIELDS |= {"values": "values", "critic": "update_critic"}
 """verl's names for stages, by a field that they write."""
+_TAKEN = {*TIMINGS.values(), *FIELDS.values(), "testing", "reward", "step"}
+"""What follows ``timing_s/`` in a name that means one thing, whatever the stages are called."""
 
 METRICS = "metrics.jsonl"
 _TENSORBOARD, _LOGGED = "tensorboard", "verl.jsonl"
@@ -304,7 +306,8 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
         step: number of the step.
 
     Returns:
-        ``timing_s/<stage>``: time in which the stage's tasks of this step ran, even outside the window;
+        ``timing_s/<stage>``: time in which the tasks of this step ran that the stage, or the stages of one verl name,
+        have, even outside the window;
         ``timing_s/reward``: how long the GPUs waited for rewards in the window, of several agents also for each,
         ``timing_s/reward/<agent>``; ``timing_s/step``: its length;
         ``overlap/exposed_wait_s``, ``overlap/gpu_busy_frac``: all waits and the busy share in the window.
@@ -317,14 +320,11 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
     start = trace.window[0]
     begin = max((s.end for s in trace.spans if s.step < step and not s.optional), default=start)
     end = max(begin, max(s.end for s in training))
-    by_stage: dict[str, list[Span]] = {}
-    for span in own:
-        by_stage.setdefault(span.stage, []).append(span)
     names = timing_names(trace)
-    metrics = {
-        f"timing_s/{names.get(stage, stage)}": covered([(s.begin, s.end) for s in spans], -math.inf, math.inf)
-        for stage, spans in by_stage.items()
-    }
+    ran: dict[str, list[tuple[float, float]]] = {}
+    for span in own:
+        ran.setdefault(names.get(span.stage, span.stage), []).append((span.begin, span.end))
+    metrics = {f"timing_s/{name}": covered(spans, -math.inf, math.inf) for name, spans in ran.items()}
     waits = pool_waits(trace, (begin, end))
     waited = sum(waits.values())
     by_agent = {agent: waits.get(cause, 0.0) for cause, agent in causes_of(trace).items()}
@@ -338,8 +338,12 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
 
 
 def timing_names(trace: Trace) -> dict[str, str]:
-    """Returns verl's name for each stage that verl times as well; for a validation, the stage that samples."""
+    """Returns verl's name for each stage that verl times as well; for a validation, the stage that samples.
+
+    A stage that has such a name, or that of a sum, and does something else is ``stage/NAME``.
+    """
     placed = trace.placed
-    names = {stage: TIMINGS[role] for stage, role in trace.roles.items() if role in TIMINGS}
+    names = {stage: f"stage/{stage}" for stage in placed if stage in _TAKEN or stage.startswith("reward/")}
+    names |= {stage: TIMINGS[role] for stage, role in trace.roles.items() if role in TIMINGS}
     names |= {stage: "testing" for stage in trace.with_role("validates") if placed.get(stage) in POOLS}
     return names | {s["name"]: FIELDS[field] for s in trace.declared for field in s["writes"] if field in FIELDS}

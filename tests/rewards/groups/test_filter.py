@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +112,23 @@ def test_another_column_than_the_score(agent_of: Make) -> None:
         agent.submit(2, samples(2), extra_groups=1, group_filter=GroupFilter(1, "accuracy"))
         with pytest.raises(RewardFailed, match=r"sample 0 of group 0 of step 2: the reward returned no column 'accur"):
             await agent.collect(2)
+        await agent.close()
+
+    run_virtual(body)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [([1, 0], "a list"), (None, "None"), (np.array([1, 0]), r"a ndarray of shape \(2,\)")]
+)
+def test_a_column_that_cannot_be_compared_is_named(value: Any, why: str) -> None:
+    async def body() -> None:
+        agent = group_rig.agent_of(Reward(**{f"_0_{sample}": {"score": 1.0, "acc": value} for sample in range(2)}))
+        agent.submit(1, samples(2), extra_groups=1, group_filter=GroupFilter(1, "acc"))
+        message = (
+            rf"sample . of group 0 of step 1: its column 'acc' \(.*metric\) is {why}; let the reward return a number"
+        )
+        with pytest.raises(RewardFailed, match=message):
+            await agent.collect(1)
         await agent.close()
 
     run_virtual(body)

@@ -94,7 +94,15 @@ def test_replies_without_a_score_are_paid_for_too() -> None:
 
 @pytest.mark.parametrize(
     "usage",
-    [None, {}, 3, {"prompt_tokens": 0, "completion_tokens": 0}, {"prompt_tokens": None}, {"prompt_tokens": "9"}],
+    [
+        None,
+        {},
+        3,
+        {"prompt_tokens": 0, "completion_tokens": 0},
+        {"prompt_tokens": None},
+        {"prompt_tokens": "9"},
+        {"prompt_tokens": True, "completion_tokens": 10**400},
+    ],
 )
 def test_what_no_server_counts_is_estimated(usage: Any) -> None:
     budget = Budget(100, None, None)

@@ -13,6 +13,7 @@ from dataflow.rewards.retry import Retry
 from dataflow.rewards.scorer import BadScore
 from dataflow.usercode.calls import GRACE_S, TimedOut
 from tests.rewards.scorer.scorer_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
+from tests.rigs.logs import logged
 from tests.rigs.virtual_time import timers
 
 pytestmark = pytest.mark.timeout(60)
@@ -208,6 +209,17 @@ def test_retry_after_of_a_throttle_pauses_the_line() -> None:
     )
     assert [at for at, _name in rig.begun] == pytest.approx([0, 21, 22, 23], abs=1e-2)
     assert rig.told["a"].score == 1.0
+
+
+def test_a_long_pause_is_said_once() -> None:
+    def busy(seconds: float) -> list[Does]:
+        return [Does(1.0, error=error(status=429, retry_after=seconds)), Does(1.0)]
+
+    for seconds, said in ((90.0, 1), (20.0, 0)):
+        with logged() as lines:
+            lives({name: busy(seconds) for name in "abc"}, limits=Limits(3), retry=Retry(**AT_ONCE))
+        assert len(lines) == said, lines
+        assert all("asks for a pause of 90 s (Retry-After)" in line for line in lines)
 
 
 def test_retry_after_of_another_error_holds_up_nobody_else() -> None:

@@ -168,6 +168,28 @@ def test_steps_tile_the_run() -> None:
     assert sum(m["overlap/exposed_wait_s"] for m in both) == waited
 
 
+def test_no_stage_hides_the_time_of_another_whatever_they_are_called() -> None:
+    def stage(name: str, role: str | None = None) -> dict[str, Any]:
+        return {"name": name, "on": "gpu", "reads": [], "writes": [], "role": role}
+
+    stages = [stage("draw", "samples"), stage("again", "samples"), stage("train", "trains"), stage("more", "trains")]
+    stages += [stage("update_actor", "syncs"), stage("step"), stage("gen"), stage("reward/mine"), stage("save")]
+    trace = Trace(meta={"job": {"pipeline": {"stages": stages, "inputs": []}}})
+    for at, each in enumerate(stages):
+        trace.add(Span(each["name"], 1, 0, 1, "gpu", float(at), at + 0.5))
+    assert {name: value for name, value in step_metrics(trace, 1).items() if name.startswith("timing_s/")} == {
+        "timing_s/gen": 1.0,
+        "timing_s/update_actor": 1.0,
+        "timing_s/stage/update_actor": 0.5,
+        "timing_s/stage/step": 0.5,
+        "timing_s/stage/gen": 0.5,
+        "timing_s/stage/reward/mine": 0.5,
+        "timing_s/save": 0.5,
+        "timing_s/reward": 0.0,
+        "timing_s/step": 8.5,
+    }
+
+
 def test_a_step_that_did_not_run_has_no_timings() -> None:
     assert step_metrics(run(), 3) == {}
     assert step_metrics(Trace(), 1) == {}
