@@ -23,7 +23,7 @@ from dataflow.usercode.copies import is_awaitable, is_coroutine
 from dataflow.usercode.failures import is_interrupt, readable
 from dataflow.usercode.forks import OneProcess, in_one_process
 from dataflow.usercode.load import is_async
-from dataflow.usercode.loop import CallMarker, call_endpoint, protect, user_code
+from dataflow.usercode.loop import CallMarker, Lookout, call_endpoint, protect, user_code
 from dataflow.usercode.threads import OnIdle, Threads
 from dataflow.usercode.watchdog import Watchdog
 
@@ -199,10 +199,6 @@ class Call:
         self._end(result, error)
 
 
-async def _for_ever() -> None:
-    await asyncio.get_running_loop().create_future()
-
-
 def _discard(result: Any) -> None:
     """Closes a coroutine that will not be awaited, which avoids Python's warning."""
     if is_coroutine(result):
@@ -236,7 +232,7 @@ class Calls:
         self.abandoned = 0
         self._threads = Threads()
         self._timeouts = Timeouts(self.loop)
-        self._lookout = self.loop.create_task(_for_ever())
+        self._lookout = Lookout(self.loop)
         self._watchdog = Watchdog(self.loop, self.live, within=Call._run.__code__)
         self._reminder: asyncio.TimerHandle | None = None
 

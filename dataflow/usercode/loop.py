@@ -46,6 +46,24 @@ call_endpoint: contextvars.ContextVar[str] = contextvars.ContextVar("dataflow_ca
 """In the context of an async call: the endpoint that was chosen for it when it started."""
 
 
+class Lookout(asyncio.Task[None]):
+    """A task that is cancelled when its loop ends, with all others; user code that cancels all tasks cannot cancel it.
+
+    Args:
+        loop: on which it runs.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(self._wait(), loop=loop)
+
+    async def _wait(self) -> None:
+        await self.get_loop().create_future()
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancels it, unless user code asks for that; returns whether it does."""
+        return user_code.get() is None and super().cancel(msg)
+
+
 def protect(loop: asyncio.AbstractEventLoop) -> None:
     """Keeps user code from ending a loop: by SystemExit in a task that it starts, or by ``stop()``.
 

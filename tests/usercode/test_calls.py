@@ -179,6 +179,24 @@ def test_the_end_of_the_loop_is_no_end_of_a_call() -> None:
     assert told == []
 
 
+def test_a_function_that_cancels_all_tasks_ends_the_other_calls_with_an_error() -> None:
+    async def hostile(spared: set[Any]) -> None:
+        await asyncio.sleep(0.01)
+        for task in asyncio.all_tasks() - spared - {asyncio.current_task()}:
+            task.cancel()
+
+    async def body() -> None:
+        spared = asyncio.all_tasks()
+        bench, ended = Bench(), asyncio.Queue[Call]()
+        for function in (lambda: asyncio.sleep(100), lambda: hostile(spared)):
+            bench.calls.start(function, {}, on_done=ended.put_nowait, on_freed=lambda _call: None)
+        errors = [(await ended.get()).error for _ in range(2)]
+        assert sorted(type(error).__name__ for error in errors) == ["CancelledError", "NoneType"]
+        await bench.calls.close()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
 def test_what_claims_to_be_async_and_is_not_is_an_error() -> None:
     async def body(bench: Bench) -> None:
         ends = Ends()
