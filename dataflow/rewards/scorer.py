@@ -27,7 +27,7 @@ from dataflow.system.secrets.redaction import redact_known
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import attempt, attribute_of, is_ours, parts_of
-from dataflow.usercode.load import describe, fix_of, is_async, name_of, why_unreadable
+from dataflow.usercode.load import describe, fix_of, is_async, name_of, what_happened, why_unreadable
 from dataflow.usercode.sentinel.sentinel import Kind
 
 
@@ -315,7 +315,7 @@ class Scorer:
     def _message(self, job: ScoringJob, error: BaseException, why: str) -> str:
         """Returns what happened and how to fix it."""
         name = f"'{name_of(self._function)}'"
-        verb = f"returned {error}" if isinstance(error, BadScore) else f"raised {describe(error)}"
+        verb = f"returned {error}" if isinstance(error, BadScore) else what_happened(error)
         if job.tries > 1 and len(set(job.errors)) > 1:
             verb = f"failed on each of {job.tries} tries: {', '.join(job.errors)}; it {verb}"
         elif job.tries > 1:

@@ -13,9 +13,9 @@ from loguru import logger
 from dataflow.errors import DataError
 from dataflow.tools.formats import ToolCall
 from dataflow.tools.registry import Tool
-from dataflow.usercode.calls import Call, Calls, TimedOut
+from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import is_ours, message_of
+from dataflow.usercode.failures import TimedOut, is_ours, message_of
 from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
 Place: TypeAlias = tuple[int | str, int, int]

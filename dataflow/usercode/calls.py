@@ -20,7 +20,7 @@ from loguru import logger
 from dataflow.system import clock
 from dataflow.system.secrets.redaction import redact_error
 from dataflow.usercode.copies import is_awaitable, is_coroutine
-from dataflow.usercode.failures import is_interrupt, readable
+from dataflow.usercode.failures import TimedOut, is_interrupt, readable
 from dataflow.usercode.forks import OneProcess, in_one_process
 from dataflow.usercode.load import is_async
 from dataflow.usercode.loop import CallMarker, Lookout, call_endpoint, protect, user_code
@@ -33,12 +33,6 @@ GRACE_S = 1.0
 """Seconds that a cancelled task may take to end before its call is abandoned."""
 
 OnCall: TypeAlias = Callable[["Call"], None]
-
-
-class TimedOut(TimeoutError):
-    """A call exceeded its time-out."""
-
-    fix = "raise reward.timeout, or find out what delays the call"
 
 
 class Call:

@@ -42,6 +42,12 @@ class Unreadable(RunError):
     """Replaces an exception that cannot be read, and names its class."""
 
 
+class TimedOut(TimeoutError):
+    """A call exceeded its time-out; the message is what it did not give, such as "no answer within 5 s"."""
+
+    fix = "raise reward.timeout, or find out what delays the call"
+
+
 def readable(error: BaseException, chained: bool = True) -> BaseException:
     """Returns the exception if its class, causes and parts can be read, else an :class:`Unreadable`.
 

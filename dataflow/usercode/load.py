@@ -17,7 +17,7 @@ from typing import Any
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import no_file
-from dataflow.usercode.failures import attribute_of, is_interrupt, message_of, parts_of, readable
+from dataflow.usercode.failures import TimedOut, attribute_of, is_interrupt, message_of, parts_of, readable
 
 LABEL = "dataflow_reward_"
 """Prefix of the names of modules loaded from users' files."""
@@ -148,7 +148,12 @@ def user_frame(frames: Iterable[FrameType]) -> FrameType | None:
 
 def raised(where: str, function: Any, error: BaseException) -> str:
     """Returns the message for an exception from user code: where, what, and the fix."""
-    return f"{where}: '{name_of(function)}' raised {describe(error)}; {fix_of(error)}."
+    return f"{where}: '{name_of(function)}' {what_happened(error)}; {fix_of(error)}."
+
+
+def what_happened(error: BaseException) -> str:
+    """Returns how a call of user code failed, as a clause after the function's name and before the fix."""
+    return f"gave {message_of(error)}" if type(error) is TimedOut else f"raised {describe(error).rstrip('.')}"
 
 
 def fix_of(error: BaseException) -> str:

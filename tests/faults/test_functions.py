@@ -153,7 +153,7 @@ def test_a_call_that_never_returns_holds_up_nobody_for_ever(as_async: bool, rule
             last = await agent.collect(1)
             assert (last.ids, left_out(last)) == ((3,), [(3, 1)])
         else:
-            story = r"^sample 1 of group 3 of step 1: '.*' raised TimedOut: no answer within 1 s on each of 2 tries"
+            story = r"^sample 1 of group 3 of step 1: '.*' gave no answer within 1 s on each of 2 tries"
             with pytest.raises(RewardFailed, match=f"{story}.*raise reward.timeout"):
                 await agent.collect(1)
         stats = agent.stats()

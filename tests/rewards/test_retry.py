@@ -34,7 +34,7 @@ from dataflow.rewards.retry import (
     retry_after_s,
     status_of,
 )
-from dataflow.usercode.calls import TimedOut
+from dataflow.usercode.failures import TimedOut
 from dataflow.usercode.threads import NoThread
 
 try:

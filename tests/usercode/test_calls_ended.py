@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.usercode.calls import GRACE_S, REMIND_S, TimedOut, Timeouts
+from dataflow.usercode.calls import GRACE_S, REMIND_S, Timeouts
+from dataflow.usercode.failures import TimedOut
 from tests.rigs.virtual_time import run_virtual, timers
 from tests.usercode.call_bench import Bench, Ends, Slow, coroutine, run, stubborn
 

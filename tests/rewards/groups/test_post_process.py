@@ -134,7 +134,7 @@ def test_post_processing_that_raises_or_never_ends() -> None:
     assert message.startswith("group 0 of step 1: 'broken' raised KeyError: 'mine' (test_post_process.py:")
     assert message.endswith("; correct it, or catch the error there and return a score.")
     message = fails(Reward(), post_process_scores=never, retry=Retry(timeout_s=5.0))
-    assert message.startswith("group 0 of step 1: 'never' raised TimedOut: no answer within 5 s")
+    assert message.startswith("group 0 of step 1: 'never' gave no answer within 5 s")
 
 
 def test_a_step_that_ends_while_a_group_is_post_processed() -> None:

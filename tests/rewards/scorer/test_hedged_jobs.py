@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dataflow.errors import ConfigError
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.retry import Retry
-from dataflow.usercode.calls import TimedOut
+from dataflow.usercode.failures import TimedOut
 from tests.rewards.scorer.scorer_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
 
 pytestmark = pytest.mark.timeout(60)

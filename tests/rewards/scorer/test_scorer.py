@@ -11,7 +11,8 @@ import pytest
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.scorer import BadScore
-from dataflow.usercode.calls import GRACE_S, TimedOut
+from dataflow.usercode.calls import GRACE_S
+from dataflow.usercode.failures import TimedOut
 from tests.rewards.scorer.scorer_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
 from tests.rigs.logs import logged
 from tests.rigs.virtual_time import timers
@@ -139,7 +140,7 @@ def test_the_story_of_tries_that_failed_each_in_its_own_way() -> None:
 def test_the_story_of_a_time_out() -> None:
     rig, told = life(FOR_EVER, retry=Retry(tries=2, timeout_s=30.0, **AT_ONCE))
     assert told.story == (
-        "'compute_score' raised TimedOut: no answer within 30 s on each of 2 tries (last: 30.0 s); "
+        "'compute_score' gave no answer within 30 s on each of 2 tries (last: 30.0 s); "
         "raise reward.timeout, or find out what delays the call."
     )
     assert told.at == pytest.approx(60.0, abs=1e-3)
@@ -150,7 +151,7 @@ def test_the_story_of_a_deadline() -> None:
     _rig, told = life(
         Does(1.0, error=LOST), Does(1.0, error=BUSY), retry=Retry(tries=99, deadline_s=5.5, timeout_s=None, **AT_ONCE)
     )
-    assert "it raised TimedOut: no answer within 0.49" in told.story
+    assert "it gave no answer within 0.49" in told.story
     assert "; its deadline of 5.5 s leaves no time for another; " in told.story
     assert told.at == pytest.approx(5.5, abs=1e-3)
 
