@@ -16,7 +16,7 @@ from dataflow.planning.placing import sentences
 from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, parse_sweep, predict, sweep
 from dataflow.planning.simulation.outcomes import Outcomes, processes
 from dataflow.planning.sources.read import read_workload
-from dataflow.planning.workload import Workload, waits_before_log_probs
+from dataflow.planning.workload import CHANGED, Workload, waits_before_log_probs
 from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
 
@@ -110,6 +110,9 @@ class Plan:
         policy, _seconds, steps = load.logged
         if self.replay is None:
             over = f"{logged:.4g} s a step over {counted(steps, 'step')}"
+            if policy == CHANGED:
+                return [f"{AS_LOGGED}: {over}, not replayed: its policy changed during the run (dataflow compare "
+                        f"{load.source} --predicted follows the changes)."]  # fmt: skip
             return [f"{AS_LOGGED}: {over}, not replayed: its policy is unknown."]
         off = self.replay.step_s / logged - 1
         lines = [

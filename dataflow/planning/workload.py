@@ -78,6 +78,10 @@ class Modelled:
 StageTime = Measured | Modelled
 
 
+CHANGED = "auto"
+"""The policy of a run that changed it: ``policy=auto``."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training job.
@@ -96,7 +100,8 @@ class Workload:
         ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
         uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
         assumptions: sentences on values that the source does not contain.
-        logged: (policy, total seconds, steps) of the source's own run; policy "" if it is unknown.
+        logged: (policy, total seconds, steps) of the source's own run; policy "" if it is unknown, :data:`CHANGED` if
+            it changed during the run.
         loop: the source's own run, where that differs: keys change what is planned, and verl's loop stops for
             validations and checkpoints.
         caution: why the source may be none that can be planned from; "" if nothing shows that.

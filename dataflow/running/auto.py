@@ -127,6 +127,8 @@ class AutoPolicy:
         self._before = _switches(record.directory)
         """The changes of earlier attempts, as JSON."""
         self._suggested: int | None = None
+        self._reason = ""
+        """Why the run could not be planned the last time, which is said once."""
         self._last = 0
         """The last step that ended."""
         self._waiting: dict[int, set[str]] = {}
@@ -189,6 +191,9 @@ class AutoPolicy:
             if found is None:
                 return
             answer = await forecast((found, policies, self._controller.current, limit_in_force(self._record.trace)))
+            if answer.reason and answer.reason != self._reason:
+                logger.warning(f"policy: the run is not planned, its policy stays: {answer.reason}")
+            self._reason = answer.reason
             predicted = {policy: s for policy, s in zip(policies, answer.seconds, strict=True) if s is not None}
             # Steps with other latencies than the prediction's do not say how right it is.
             since = step + 1 - (0 if rewards_of else found.meta["steps"])

@@ -169,6 +169,18 @@ def test_a_plan_that_fails_leaves_the_policy_as_it_is(
 
 
 @pytest.mark.slow
+def test_why_a_run_cannot_be_planned_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def unknown(question: tuple[Any, ...]) -> Forecast:
+        return Forecast([None] * len(question[1]), reason="the run holds no task.")
+
+    monkeypatch.setattr(auto, "forecast", unknown)
+    assert set(of_policies(begin(tmp_path))) == {(1.0, 0.0)}
+    assert capfd.readouterr().err.count("the run is not planned, its policy stays: the run holds no task.") == 1
+
+
+@pytest.mark.slow
 def test_changes_of_split_alone_end_with_the_weights_of_the_baseline(
     changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

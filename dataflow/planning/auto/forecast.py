@@ -77,10 +77,12 @@ class Forecast:
         seconds: a step under each policy; None for one that cannot be predicted, or is not worth it.
         in_flight: a number of requests in flight with which the fastest policy takes less, and its seconds a step;
             None if the service or the GPU pool would not gain, or there are several services.
+        reason: why nothing can be predicted; "" if something can.
     """
 
     seconds: list[float | None]
     in_flight: tuple[int, float] | None = None
+    reason: str = ""
 
 
 def forecast(
@@ -98,8 +100,8 @@ def forecast(
     """
     try:
         workload = of_trace(window, "the run", PlanConfig())
-    except DataError:
-        return Forecast([None] * len(policies))
+    except DataError as error:
+        return Forecast([None] * len(policies), reason=str(error))
     if adapted is not None:
         workload = replace(workload, rewards=replace(workload.rewards, concurrency=max(1, round(adapted))))
     seconds = _search(workload, policies, current)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, counted, nearest
@@ -16,6 +17,7 @@ from dataflow.planning.roles import Roles
 from dataflow.planning.servers.fit import fit
 from dataflow.planning.servers.service_time import Servers
 from dataflow.planning.workload import Measured, Workload
+from dataflow.policy import PRESETS, SchedulingPolicy, preset
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
 from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
@@ -53,10 +55,10 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     job = trace.meta.get("job")
     if not isinstance(job, dict) or "pipeline" not in job:
         raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
-    if missing := [name for name in ("prompts", "responses", "mini_batches") if name not in job]:
+    if missing := [name for name in ("prompts", "mini_batches") if name not in job]:
         raise DataError(
-            f"trace {source} does not say how many {missing[0].replace('_', '-')} a step has; it may be a simulation's "
-            "or that of a pipeline made in Python; plan from a run of a pipeline file, or from costs.yaml."
+            f"trace {source} does not say how many {missing[0].replace('_', '-')} a step has, as that of a simulation; "
+            "plan from a run, or from costs.yaml."
         )
     if not trace.spans:
         raise DataError(f"trace {source} holds no task; give a run that trained at least one step.")
@@ -83,10 +85,8 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     _check_models(trace, config, source)
     rewards, known = _service(trace, agent, (None, roles.collect), config.reward, spread)
     rewards = _served(trace, agent, rewards, config, config.reward, assumed)
-    assumed[:0] = [
-        f"stage times and {known} reward latencies are those of the run.",
-        *_rates(trace, agent, config.reward),
-    ]
+    assumed[:0] = [_origin(pipeline, roles, known), *_rates(trace, agent, config.reward)]
+    prompts, responses = _sizes(job, trace, pipeline, assumed)
     if cut := trace.meta.get("cut"):
         assumed.append(f"the run is {cut}.")
     validation = None
@@ -113,8 +113,8 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         source=source,
         pipeline=pipeline,
         steps=steps,
-        prompts=int(job["prompts"]),
-        responses=int(job["responses"]),
+        prompts=prompts,
+        responses=responses,
         mini_batches=config.mini_batches or int(job["mini_batches"]),
         times=times,
         rewards=rewards,
@@ -123,9 +123,49 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         dispatch_s=dispatch,
         ends=ends,
         assumptions=tuple(assumed),
-        logged=(str(trace.meta.get("policy")), trace.wall, int(trace.meta.get("steps") or steps)),
+        logged=(_policy(trace, int(job["mini_batches"])), trace.wall, int(trace.meta.get("steps") or steps)),
         seed=config.seed,
     )
+
+
+def _policy(trace: Trace, mini_batches: int) -> str:
+    """Returns the name of a run's policy; if ``policy=auto`` never changed it, that of the preset."""
+    policies = list(trace.meta.get("policies") or [])
+    if len(policies) != 1:
+        return str(trace.meta.get("policy"))
+    only = SchedulingPolicy(**{key: value for key, value in policies[0].items() if key != "step"})
+    presets = {name: replace(preset(name, mini_batches), order=only.order) for name in PRESETS}
+    return next((name for name, policy in presets.items() if policy == only), "")
+
+
+def _origin(pipeline: Pipeline, roles: Roles, known: int) -> str:
+    """Returns what is measured: the stages' times, and the latencies of reward requests or the time of a stage that
+    asks for rewards itself."""
+    if roles.collect is None and pipeline.collector is not None:
+        return (
+            f"stage times are those of the run; no stage of the role requests feeds '{pipeline.collector.name}', so it "
+            "takes its measured time, the same share for each sample."
+        )
+    return f"stage times and {known} reward latencies are those of the run."
+
+
+def _sizes(job: Mapping[str, Any], trace: Trace, pipeline: Pipeline, assumed: list[str]) -> tuple[int, int]:
+    """Returns prompts and responses of a step; what the run's configuration does not say is derived from the trace."""
+    prompts = job["prompts"]
+    if prompts is None:
+        prompts = job["mini_batches"]
+        assumed.append(
+            f"the run has no number of groups, so that no policy can split its steps; {counted(prompts, 'group')} a "
+            "step would be one for each mini-batch (groups=NUMBER in the run)."
+        )
+    if "responses" in job:
+        return int(prompts), int(job["responses"])
+    steps: dict[int, int] = {}
+    for s in trace.spans:
+        if s.stage in {each.name for each in pipeline.with_role("samples")[:1]}:
+            steps[s.step] = steps.get(s.step, 0) + int(s.args.get("samples", 0))
+    samples = statistics.median(steps.values()) if steps else 0
+    return int(prompts), max(1, round(samples / prompts))
 
 
 def _service(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from dataflow import simulate as simulate_costs
+from dataflow.config.base import PipelineConfig
 from dataflow.distribution import Distribution
+from dataflow.graph import Pipeline, stage
 from dataflow.planning.auto.forecast import Forecast, candidates, forecast, steady_s
 from dataflow.planning.auto.window import latency_changed, window
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
-from dataflow.policy import SchedulingPolicy
+from dataflow.policy import SchedulingPolicy, expand
+from dataflow.stage import Carried, Latest
 from dataflow.timeline.spans import Mark, Span, Trace
 
 SECONDS = {"rollout": 4.0, "old_log_prob": 1.0, "actor_update": 4.0, "sync_weights": 0.5}
@@ -136,4 +140,35 @@ def test_what_cannot_be_predicted_is_left_out() -> None:
     assert found is not None
     assert forecast(found, [BASELINE, SchedulingPolicy(3)], BASELINE).seconds[1] is None
     del found.meta["job"]
-    assert forecast(found, [BASELINE], BASELINE) == Forecast([None])
+    reason = "trace the run does not say what its pipeline was; run it again with this dataflow."
+    assert forecast(found, [BASELINE], BASELINE) == Forecast([None], reason=reason)
+
+
+@stage(writes="responses", on="gpu", role="samples")
+def draw(prompts: object, version: Carried) -> None: ...
+
+
+@stage(writes="rewards", on="reward", role="collects")
+def judge(responses: object) -> None: ...
+
+
+@stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
+def update(responses: object, rewards: object, actor: Latest) -> None: ...
+
+
+@stage(writes="version", on="gpu", role="syncs")
+def sync(actor: object) -> None: ...
+
+
+@pytest.mark.parametrize("groups", [4, None])
+def test_a_pipeline_of_ones_own_whose_rewards_no_agent_collects_is_predicted(groups: int | None) -> None:
+    pipeline = Pipeline([draw, judge, update, sync], inputs=["prompts"])
+    seconds = {"draw": 1.0, "judge": 8.0, "update": 2.0, "sync": 0.0}
+    trace = simulate_costs(expand(pipeline, BASELINE, 6, 2, groups=4), seconds)
+    trace.meta["job"] |= PipelineConfig(groups=groups, mini_batches=2).job()
+    policies = candidates(pipeline, 2, groups, limit=1)
+    found = dict(zip(policies, forecast(window(trace, 6), policies, BASELINE).seconds, strict=True))
+    assert found[BASELINE] == pytest.approx(11.0)
+    stale = found[SchedulingPolicy(1, 1)]
+    assert stale is not None
+    assert stale < 8.0

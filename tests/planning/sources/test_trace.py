@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,8 @@ from dataflow.planning.rewards import Validation
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
-from dataflow.planning.workload import Measured, Modelled, grpo
-from dataflow.policy import preset
+from dataflow.planning.workload import CHANGED, Measured, Modelled, grpo
+from dataflow.policy import SchedulingPolicy, preset
 from dataflow.stage import SAMPLED
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.timeline import perfetto
@@ -176,6 +176,39 @@ def test_a_trace_that_cannot_be_planned_from_is_said(change: object, message: st
     change(trace)  # type: ignore[operator]
     with pytest.raises(DataError, match=message):
         of_trace(trace, "a run", PlanConfig())
+
+
+def test_a_run_that_does_not_say_its_responses_has_those_of_its_rollout() -> None:
+    trace = run(job())
+    del trace.meta["job"]["responses"]
+    for at, s in enumerate(trace.spans):
+        if s.stage == "rollout":
+            trace.spans[at] = replace(s, args={**s.args, "samples": 24})
+    found = of_trace(trace, "a run", PlanConfig())
+    assert (found.prompts, found.responses) == (8, 3)
+
+
+def test_a_run_without_a_number_of_groups_is_planned_and_says_what_a_split_would_need() -> None:
+    trace = run(job())
+    trace.meta["job"]["prompts"] = None
+    del trace.meta["job"]["responses"]
+    found = of_trace(trace, "a run", PlanConfig())
+    assert (found.prompts, found.responses) == (4, 1)
+    assert any("no number of groups, so that no policy can split" in sentence for sentence in found.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("policies", "name"),
+    [([preset("baseline", 4)], "baseline"), ([preset("baseline", 4), preset("both", 4)], CHANGED)],
+)
+def test_a_run_that_planned_itself_is_called_by_the_policy_that_it_kept(
+    policies: list[SchedulingPolicy], name: str
+) -> None:
+    trace = run(job())
+    trace.meta |= {"policy": "auto", "policies": [{"step": at, **asdict(each)} for at, each in enumerate(policies, 1)]}
+    found = of_trace(trace, "a run", PlanConfig())
+    assert found.logged is not None
+    assert found.logged[0] == name
 
 
 @pytest.mark.parametrize("key", ["prompts=4", "stages.rollout=3", "validation.every=2"])
