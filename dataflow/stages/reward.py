@@ -47,7 +47,7 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     than ``reward`` logs them as ``reward/NAME/...``.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last, groups=task.groups)
-    _mark(rewards, agent.name, task)
+    mark_requests(rewards, agent.name, task)
     if "step" in rewards.meta:
         stats = agent.stats()
         found = {
@@ -98,7 +98,7 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     task.note(requests=len(val_responses))
     agent.submit(step, val_responses)
     scores = await agent.collect(step, order="index")
-    _mark(scores, agent.name, task, validation=True)
+    mark_requests(scores, agent.name, task, validation=True)
     scores = scores.merge(_requests(scores))
     # The scores come back in the order of group ids, which may not be that of the responses.
     name, numbers = accuracies(scores)
@@ -126,7 +126,15 @@ def _requests(rewards: Batch) -> Batch:
     )
 
 
-def _mark(rewards: Batch, agent: str, task: TaskInfo, **facts: Any) -> None:
+def mark_requests(rewards: Batch, agent: str, task: TaskInfo, **facts: Any) -> None:
+    """Records the requests of collected rewards in the trace, and how the agent's limit varied meanwhile.
+
+    Args:
+        rewards: as the agent returned them.
+        agent: its name.
+        task: that collected them.
+        facts: of each request.
+    """
     for record in rewards.meta["records"] + rewards.meta["replaced"]:
         task.mark("reward", **record, step=task.step, **facts)
     for at, endpoint, limit in rewards.meta["limits"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataflow.batch import Batch
 from dataflow.graph import TaskInfo, stage
 from dataflow.reward_agent import BESIDE, RewardAgent
+from dataflow.stages.reward import mark_requests
 
 
 @stage(writes="reward_baselines", on="reward")
@@ -28,6 +29,7 @@ async def greedy_score(greedy_responses: Batch, *, agent: RewardAgent, task: Tas
     task.note(requests=len(greedy_responses))
     agent.submit(step, greedy_responses)
     scores = await agent.collect(step, order="index")
+    mark_requests(scores, agent.name, task, greedy=True)
     kept = scores.columns.get("kept")
     if kept is None:
         task.log({"reward/baseline": float(scores["score"].mean())})

@@ -390,7 +390,7 @@ def _tries(marks: Iterable[Mark]) -> dict[tuple[int, int], str]:
     counts: dict[tuple[int, int], list[int]] = {}
     for mark in marks:
         step, part = mark.args.get("step"), mark.args.get("part", -1)
-        if isinstance(step, int) and isinstance(part, int) and not mark.args.get("validation"):
+        if isinstance(step, int) and isinstance(part, int) and not {"validation", "greedy"} & mark.args.keys():
             tries = mark.args.get("tries", 1)
             counts.setdefault((step, part), []).append(tries if isinstance(tries, int) else 1)
     found = {}

@@ -41,6 +41,9 @@ def test_the_score_of_a_group_s_greedy_response_is_its_baseline() -> None:
         assert found.names == ("reward_baselines",)
         assert task.metrics == {"reward/baseline": pytest.approx(7 / 6)}
         assert task.facts == {"requests": 3}
+        assert [(m["name"], m["step"], m["group"], m["greedy"]) for m in task.marks] == [
+            ("reward", 3, 1, True), ("reward", 3, 2, True), ("reward", 3, 4, True)
+        ]  # fmt: skip
 
     asyncio.run(body())
 
