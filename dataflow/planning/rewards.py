@@ -54,9 +54,11 @@ class Validation:
         samples: reward requests per validation; 0 if scoring is part of the stage's time.
         pool: ``shared`` with the training requests, at lower priority, or ``own`` servers.
         overlap: training continues during validation.
+        latency: seconds of one of its requests; None for those of the training requests.
     """
 
     every: int
     samples: int = 0
     pool: Pool = "shared"
     overlap: bool = True
+    latency: Distribution | None = None

@@ -244,7 +244,8 @@ class Workload:
     def val_requests(self, step: int) -> Requests:
         """Returns a validation's reward requests, each a group of its own."""
         assert self.validation is not None
-        latency, count, seed = self.rewards.latency, self.validation.samples, f"{self.seed}/validation/{step}"
+        latency = self.validation.latency or self.rewards.latency
+        count, seed = self.validation.samples, f"{self.seed}/validation/{step}"
         drawn = _DRAWS.get((latency, seed, count), "d", lambda: latency.draws(Random(seed), count))
         numbers = np.arange(count)
         return Requests(numbers, np.asarray(drawn), numbers, numbers)

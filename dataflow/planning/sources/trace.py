@@ -97,7 +97,9 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         samples = config.validation.samples
         if samples is None:
             samples = scored // times_scored if times_scored else 0
-        validation = Validation(optional.every, samples, config.validation.pool)
+        measured = config.reward.latency is None and rewards.servers is None
+        latency = _validation_latency(trace, agent) if measured else None
+        validation = Validation(optional.every, samples, config.validation.pool, latency=latency)
     dispatch = _dispatch(trace)
     if config.dispatch is not None:
         dispatch = dict.fromkeys(pipeline.by_name, config.dispatch)
@@ -181,13 +183,21 @@ def _service(
         scattered: see :class:`~dataflow.planning.workload.Rewards`.
     """
     asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
-    latencies = tuple(m.end - m.begin for m in asked if m.args.get("collector") in collectors)
+    trained = [m for m in asked if not m.args.get("validation")] or asked
+    latencies = tuple(m.end - m.begin for m in trained if m.args.get("collector") in collectors)
     distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
     if plan.latency is not None:
         distribution = parse_distribution(plan.latency, f"{agent}.latency")
     concurrency = plan.concurrency or concurrency_of(trace, agent) or 64
     rpm = plan.rpm or rates_of(trace, agent)[0]
     return Rewards(distribution, concurrency, rpm, plan.agent, scattered), len(latencies)
+
+
+def _validation_latency(trace: Trace, agent: str) -> Distribution | None:
+    """Returns the latencies of an agent's validation requests, which may be few at a time; None if there were none."""
+    asked = (m for m in trace.marks if m.name == "reward" and m.resource == agent and m.args.get("validation"))
+    latencies = tuple(m.end - m.begin for m in asked)
+    return Distribution("empirical", values=latencies) if latencies else None
 
 
 def _check_models(trace: Trace, config: PlanConfig, source: str) -> None:

@@ -46,8 +46,9 @@ def test_what_a_trace_holds_is_read() -> None:
     assert (found.steps, found.prompts, found.responses, found.mini_batches) == (8, 8, 4, 4)
     assert found.roles == job().roles
     assert found.rewards.concurrency == 8
-    assert len(found.rewards.latency.values) == 8 * 32 + 2 * 6
-    assert found.validation == Validation(4, samples=6)
+    assert len(found.rewards.latency.values) == 8 * 32
+    assert found.validation is not None
+    assert (found.validation.every, found.validation.samples) == (4, 6)
     assert found.logged is not None
     assert found.logged[0] == "both"
     update = found.times["actor_update"]
@@ -176,6 +177,16 @@ def test_a_trace_that_cannot_be_planned_from_is_said(change: object, message: st
     change(trace)  # type: ignore[operator]
     with pytest.raises(DataError, match=message):
         of_trace(trace, "a run", PlanConfig())
+
+
+def test_validations_take_the_latency_of_their_own_requests() -> None:
+    trace = run(job())
+    trace.marks = [replace(m, end=m.begin + 0.25) if m.args.get("validation") else m for m in trace.marks]
+    found = of_trace(trace, "a run", PlanConfig())
+    assert set(found.val_requests(4).seconds.tolist()) == {0.25}
+    assert min(found.latencies(4)) > 0.25
+    given = of_trace(trace, "a run", PlanConfig.model_validate({"reward": {"latency": "3"}}))
+    assert set(given.val_requests(4).seconds.tolist()) == {3.0}
 
 
 def test_a_run_that_does_not_say_its_responses_has_those_of_its_rollout() -> None:
