@@ -16,7 +16,7 @@ from loguru import logger
 
 from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.files import replaced, written
-from dataflow.running.remains import EVALUATIONS, summarise
+from dataflow.running.remains import EARLIER, EVALUATIONS, summarise, total_so_far
 from dataflow.running.reporting.agent_totals import AgentTotals, Stats
 from dataflow.running.reporting.throughput import throughput
 from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
@@ -82,6 +82,7 @@ class Record:
             self.trace = perfetto.read(self.directory / "trace.json")
         except DataflowError as error:
             logger.warning(f"the timeline of the run so far is lost: {error}")
+        self.trace.meta[EARLIER] = total_so_far(self.directory, self.trace)
         if (self.directory / EVALUATIONS).exists():
             try:
                 self.before = perfetto.read(self.directory / EVALUATIONS)
@@ -159,7 +160,7 @@ class Record:
             ConfigError: a backend of the metrics cannot be opened.
             RunError: a file cannot be written.
         """
-        names = ("gaps", "resumed", "started")
+        names = ("gaps", "resumed", "started", EARLIER)
         kept: dict[str, Any] = {name: self.trace.meta[name] for name in names if name in self.trace.meta}
         self.trace.meta = {**meta, **kept}
         if self._tracker is None:
@@ -256,13 +257,17 @@ class Record:
         """Makes the summary.
 
         Args:
-            total_s: seconds from the run's start until now.
+            total_s: seconds from the start of this process until now.
             digest: of the weights.
             stats: of the reward agents, where they can still be asked.
         """
         rewards = self.totals.counts((self.before, self.trace), stats)
-        self.summary = summarise(self.trace, self.steps, self.evaluations, rewards, total_s, digest)
+        self.summary = summarise(self.trace, self.steps, self.evaluations, rewards, self.total_s(total_s), digest)
         self.summary |= {f"{name}_weights_sha256": found for name, found in self.digests.items()}
+
+    def total_s(self, own_s: float) -> float:
+        """Returns the seconds of all processes of the run, of which the present one took some."""
+        return own_s + float(self.trace.meta.get(EARLIER, 0.0))
 
     def write_summary(self, **facts: Any) -> None:
         """Writes summary.json with further facts.

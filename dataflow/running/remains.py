@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 EVALUATIONS = "evaluations.json"
 """File with the trace of evaluations outside of the run's clock: before training, and after a resume."""
+EARLIER = "earlier_s"
+"""What a trace's meta calls the seconds of the processes before the last one of a run that was resumed."""
 LAST_EVALUATIONS = 3
 """Number of last evaluations whose mean the summary has, as single ones swing by several points."""
 _FACTS = ("policy", "split", "max_staleness", "order")
@@ -78,6 +80,24 @@ def _saved(directory: Path) -> list[int]:
     return CheckpointStore(directory / "checkpoints").whole()
 
 
+def total_so_far(directory: Path, trace: Trace) -> float:
+    """Returns the seconds that a run's processes took so far, without the time between them.
+
+    Args:
+        directory: of the run; its summary has the exact number, unless the last process was killed with its supervisor.
+        trace: of the run, which shows it from the first task on.
+    """
+    try:
+        return float(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["total_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return _processes_s(trace)
+
+
+def _processes_s(trace: Trace) -> float:
+    begin = trace.downtimes[-1].end if trace.downtimes else 0.0
+    return float(trace.meta.get(EARLIER, 0.0)) + max(0.0, trace.end - begin)
+
+
 def complete(directory: Path, steps: int) -> dict[str, Any] | None:
     """Returns the summary of a run that has finished, with at least that many steps; None of any other.
 
@@ -106,7 +126,7 @@ def summarise(
         steps: number of steps made.
         evaluations: accuracy by step; 0 is before training.
         rewards: counts of the requests.
-        total_s: seconds from the run's start to its end.
+        total_s: seconds that the run's processes took.
         digest: of the weights.
     """
     from dataflow.timeline.causes import attribution
@@ -166,5 +186,8 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
         if "timing_s/step" in row:
             done = max(done, row["step"])
     config = directory / "config.yaml"
-    total_s = clock.now() - config.stat().st_mtime if config.exists() else None
+    if EARLIER in trace.meta:  # the configuration may be of the first process
+        total_s: float | None = _processes_s(trace)
+    else:
+        total_s = clock.now() - config.stat().st_mtime if config.exists() else None
     return summarise(trace, done, evaluations, totals.counts(traces), total_s)

@@ -110,7 +110,7 @@ class Session:
             try:
                 self._run_in_directory()
                 # Write it once more, with the total time, now that everything has ended.
-                self.record.write_summary(total_s=clock.now() - self._began, **self._facts)
+                self.record.write_summary(total_s=self.record.total_s(clock.now() - self._began), **self._facts)
             except UserError:
                 # The run could not start (no cluster at that address): leave no directory behind.
                 if not self._resumes:

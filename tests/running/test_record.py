@@ -95,6 +95,19 @@ def test_the_summary_counts_the_evaluation_before_the_kill(killed: Path) -> None
     assert found["rows"] == [0, *range(1, STEPS + 1)]
 
 
+def test_the_time_in_all_of_a_resumed_run_counts_all_its_processes(killed: Path) -> None:
+    record = go_on(killed)
+    record.summarise(7.0)
+    assert record.summary["total_s"] == STEPS + 1 + 7.0, "the killed process, from second 0 to the end of its last task"
+    record.leave(7.0)
+    record.close()
+    again = go_on(killed)
+    again.summarise(3.0)
+    assert again.summary["total_s"] == STEPS + 1 + 7.0 + 3.0
+    again.leave(3.0)
+    again.close()
+
+
 def test_the_summary_of_a_killed_run_counts_it_too(killed: Path) -> None:
     finish(killed, "failed", STEPS)
     summary = json.loads((killed / "summary.json").read_text())
