@@ -278,13 +278,21 @@ class AlgorithmConfig(Section):
                 return f"bypass_loss={self.bypass_loss} has no effect without algorithm.bypass_mode=true."
             return None
         if self.policy_loss != "vanilla":
-            return f"bypass_mode has losses of its own (bypass_loss); leave out policy_loss={self.policy_loss}."
+            loss = f"policy_loss={self.policy_loss}"
+            by = self._set_by("policy_loss")
+            mend = f"give policy_loss=vanilla in place of {loss}{by}" if by else f"leave out {loss}"
+            return f"bypass_mode{self._set_by('bypass_mode')} has losses of its own (bypass_loss); {mend}."
         if self.adv_estimator in SUMS_SQUARES:
             return (
-                f"bypass_mode leaves out the pass that '{self.adv_estimator}' needs; use another adv_estimator, or "
-                "bypass_mode=false."
+                f"bypass_mode{self._set_by('bypass_mode')} leaves out the pass that adv_estimator={self.adv_estimator}"
+                f"{self._set_by('adv_estimator')} needs; use another adv_estimator, or bypass_mode=false."
             )
         return None
+
+    def _set_by(self, key: str) -> str:
+        """Returns which preset set a key, in brackets; "" if none did."""
+        said = f"{key}={_yaml(getattr(self, key))}"
+        return next((f" (set by {name})" for name, keys in self.preset_keys().items() if said in keys), "")
 
     @property
     def reference(self) -> bool:

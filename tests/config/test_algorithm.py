@@ -107,10 +107,18 @@ def test_thresholds_are_taken_as_they_are_written() -> None:
         ("algorithm.rollout_rs=token_k1 algorithm.rollout_rs_threshold=0.5", "give 1 or more"),
         ("algorithm.rollout_rs=token_k1 algorithm.rollout_rs_threshold=2,3", "one threshold for all kinds, or 1"),
         ("algorithm.bypass_loss=reinforce", "no effect without algorithm.bypass_mode=true"),
-        ("algorithm=gspo algorithm.bypass_mode=true", "leave out policy_loss=gspo"),
+        ("algorithm.policy_loss=gspo algorithm.bypass_mode=true", "leave out policy_loss=gspo"),
+        (
+            "algorithm=gspo algorithm.bypass_mode=true",
+            r"give policy_loss=vanilla in place of policy_loss=gspo \(set by algorithm.preset=gspo\)\.",
+        ),
+        (
+            "algorithm.policy_loss=gspo algorithm.rollout_correction=bypass_ppo_clip",
+            r"bypass_mode \(set by algorithm.rollout_correction=bypass_ppo_clip\) has losses of its own",
+        ),
         (
             "algorithm.adv_estimator=optimal_token_baseline algorithm.bypass_mode=true",
-            "leaves out the pass that 'optimal_token_baseline' needs",
+            "leaves out the pass that adv_estimator=optimal_token_baseline needs",
         ),
     ],
 )
