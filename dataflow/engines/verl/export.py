@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +47,10 @@ def write_model(
     """
     import torch
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():  # a file or a pipe would get a line for each refresh
+        disable_progress_bar()
     config = AutoConfig.from_pretrained(source)
     dtype = getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):

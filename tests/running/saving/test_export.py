@@ -30,6 +30,7 @@ def digest_of(directory: Path, dtype: Any = None) -> str:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_model_of_a_run(tied: bool, tmp_path: Path, tiny_qwen: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import enable_progress_bar
 
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen)
     if model.config.tie_word_embeddings != tied:
@@ -55,7 +56,10 @@ def test_the_model_of_a_run(tied: bool, tmp_path: Path, tiny_qwen: Path, capfd: 
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     assert tokenizer("1 + 1")["input_ids"] == AutoTokenizer.from_pretrained(tiny_qwen)("1 + 1")["input_ids"]
 
+    enable_progress_bar()
+    capfd.readouterr()
     assert main(["export", str(run), "-o", str(tmp_path / "mine")]) == 0
+    assert "%|" not in capfd.readouterr().err, "no progress bar off a terminal"
     assert digest_of(tmp_path / "mine") == sha256
     assert main(["export", str(run), "step=2"]) == 0
     assert digest_of(run / "model-2") != sha256
