@@ -125,7 +125,12 @@ class AutoPolicy:
         self._plan: asyncio.Task[None] | None = None
         self._new: dict[str, float] = {}
         self._before = _switches(record.directory)
-        """The changes of earlier attempts, as JSON."""
+        """The changes of earlier attempts, as JSON, but for one of which it is not known yet what came of it."""
+        if self._before and self._before[-1]["measured_s"] is None:
+            last = Switch.of(self._before[-1])
+            if last.after == current:
+                del self._before[-1]
+                self._controller.switches.append(last)
         self._suggested: int | None = None
         self._reason = ""
         """Why the run could not be planned the last time, which is said once."""
@@ -137,8 +142,8 @@ class AutoPolicy:
     def begin(self, runner: Runner) -> None:
         """Takes what runs the steps."""
         self._runner = runner
-        if self._before:
-            self._record.describe(switches=self._listed())
+        if switches := self._listed():
+            self._record.describe(switches=switches)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Returns the metrics of a step: its policy, and what has become known of changes since the last step."""
@@ -178,11 +183,13 @@ class AutoPolicy:
             self._plan = asyncio.create_task(self._replan(self._last, rewards_of))
 
     async def close(self) -> None:
-        """Ends the plan under way."""
+        """Ends the plan under way; reports what came of the last change, as far as it is known."""
         if self._plan is not None:
             self._plan.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._plan
+        if (last := self._controller.outcome(self._last, least=1)) is not None:
+            self._report(last)
 
     async def _replan(self, step: int, rewards_of: int | None) -> None:
         try:
@@ -197,10 +204,11 @@ class AutoPolicy:
             predicted = {policy: s for policy, s in zip(policies, answer.seconds, strict=True) if s is not None}
             # Steps with other latencies than the prediction's do not say how right it is.
             since = step + 1 - (0 if rewards_of else found.meta["steps"])
+            confirmed = self._controller.confirms(step, predicted, since)
             policy = self._controller.decide(step, predicted, since)
             if policy is not None:
                 self._switch(policy, predicted)
-            if answer.in_flight is not None:
+            if answer.in_flight is not None and confirmed:
                 self._suggest(*answer.in_flight, min(predicted.values()))
         except (DataflowError, OSError, ValueError, TimeoutError) as error:
             logger.warning(f"policy: the run cannot be planned after step {step}, its policy stays: {error}")
@@ -234,8 +242,8 @@ class AutoPolicy:
         self._suggested = number
         self._new |= {"policy/suggested_concurrency": float(number), "policy/suggested_s": seconds}
         logger.info(
-            f"policy: {seconds:.4g} s a step with reward.concurrency={number}, {present:.4g} s as it is, if requests "
-            "then take as long as now; give it to the next run or to a resume of this one"
+            f"policy: predicted {seconds:.4g} s a step with reward.concurrency={number}, {present:.4g} s as it is, if "
+            "requests then take as long as now; give it to the next run or to a resume of this one"
         )
 
     def _report(self, change: Switch) -> None:

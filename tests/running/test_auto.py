@@ -14,6 +14,7 @@ import pytest
 from dataflow.cli import main
 from dataflow.config.base import PolicyConfig
 from dataflow.errors import RunError
+from dataflow.planning.auto.controller import Controller
 from dataflow.planning.auto.forecast import Forecast
 from dataflow.planning.auto.window import window
 from dataflow.planning.backtest import backtest
@@ -57,8 +58,8 @@ def policy(split: int, staleness: int) -> SchedulingPolicy:
     return SchedulingPolicy(split, staleness, "index")
 
 
-def begin(directory: Path, *more: str, code: int = 0) -> Path:
-    keys = [*KEYS, *more, f"steps={STEPS}", f"runs={directory}", "name=auto"]
+def begin(directory: Path, *more: str, code: int = 0, steps: int = STEPS) -> Path:
+    keys = [*KEYS, *more, f"steps={steps}", f"runs={directory}", "name=auto"]
     assert main(["run", TOY, *keys, "--quiet"]) == code
     return directory / "auto"
 
@@ -70,6 +71,11 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "latency_changed", lambda *_trace, whole: False)
 
 
+def confirmed(patch: pytest.MonkeyPatch) -> None:
+    """Takes the scripted forecasts for right, although the toy's steps take milliseconds."""
+    patch.setattr(Controller, "confirms", lambda *_asked: True)
+
+
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The directory of a run that changed its policy twice, to read."""
@@ -78,6 +84,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TOY_LOGS", str(directory))
         patch.setattr(auto, "latency_changed", lambda *_trace, whole: False)
         patch.setattr(auto, "forecast", scripted(policy(4, 1), policy(1, 0)))
+        confirmed(patch)
         yield begin(directory)
 
 
@@ -166,6 +173,19 @@ def test_a_plan_that_fails_leaves_the_policy_as_it_is(
     monkeypatch.setattr(auto, "forecast", fail)
     assert set(of_policies(begin(tmp_path))) == {(1.0, 0.0)}
     assert load_schedule(tmp_path / "auto") is None
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_soon_after_a_change_says_at_its_end_what_came_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto, "forecast", scripted(policy(4, 1)))
+    run = begin(tmp_path, steps=8)
+    (change,) = json.loads((run / "summary.json").read_text())["switches"]
+    assert change["measured_s"] > 0
+    said = capfd.readouterr().err
+    assert said.count(f"s a step since step {change['step']}, predicted 1 s") == 1
+    assert "reward.concurrency=128" not in said, "the toy's steps take milliseconds, not 2 s"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dataflow.policy import SchedulingPolicy
 
@@ -21,13 +22,14 @@ EQUAL = 0.002
 """The same for policies that are equally stale: of them the one with most parts is taken, which gains if a step has a
 reward that takes longer than any so far."""
 OFF = 0.15
-"""A step that takes longer or shorter than predicted by more has the run planned at once."""
+"""A step that takes longer or shorter than predicted by more has the run planned at once, and no number of requests
+in flight is suggested from such a prediction."""
 WRONG = 0.3
 """A policy whose steps take longer than predicted by more is taken for as slow as they are."""
 LEAST_LEFT = 4
 """A run with fewer steps left plans no more."""
 COUNTED = 3
-"""Steps under a new policy after which it is reported what came of it."""
+"""Steps that show a new policy after which it is reported what came of it; fewer at the end of the run."""
 
 
 @dataclass
@@ -47,6 +49,12 @@ class Switch:
     before_s: float
     after_s: float
     measured_s: float | None = None
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Switch:
+        """Returns a change that an earlier process of the run wrote as JSON."""
+        policies = {name: SchedulingPolicy(**facts[name]) for name in ("before", "after")}
+        return cls(**{**facts, **policies})
 
     @property
     def gain(self) -> float:
@@ -103,13 +111,22 @@ class Controller:
     @property
     def _settled(self) -> int:
         """The first step whose time shows the present policy: the next step's rollout is drawn beside it."""
-        return self.since + self.current.max_staleness + 1
+        # The last change of a run that resumed may hold from a later step on.
+        since = max(self.since, self.switches[-1].step) if self.switches else self.since
+        return since + self.current.max_staleness + 1
 
     def _is_off(self, step: int) -> bool:
         took = self._step_s(step - 1, step)
-        if took is None or self._expected_s is None:
-            return False
-        return abs(took / self._expected_s - 1) > OFF
+        return took is not None and self._expected_s is not None and _far(took, self._expected_s)
+
+    def confirms(self, step: int, predicted: Mapping[SchedulingPolicy, float], since: int = 1) -> bool:
+        """Whether the present policy's steps took about as long as predicted; False if that is not known yet.
+
+        Args:
+            step, predicted, since: see :meth:`decide`.
+        """
+        took, present = self._step_s(max(self._settled, since), step), predicted.get(self.current)
+        return took is not None and present is not None and not _far(took, present)
 
     def _step_s(self, first: int, last: int) -> float | None:
         """Returns the mean seconds a step after ``first`` until ``last``."""
@@ -160,9 +177,14 @@ class Controller:
         self._gained = {}
         return found
 
-    def outcome(self, step: int) -> Switch | None:
-        """Returns the last change if it has just become known what came of it."""
-        if not self.switches or self.switches[-1].measured_s is not None or step < self._settled + COUNTED:
+    def outcome(self, step: int, least: int = COUNTED) -> Switch | None:
+        """Returns the last change if it has just become known what came of it.
+
+        Args:
+            step: the last step that ended.
+            least: steps that it is known from.
+        """
+        if not self.switches or self.switches[-1].measured_s is not None or step < self._settled + least:
             return None
         last = self.switches[-1]
         took = self._step_s(self._settled, step)
@@ -170,3 +192,7 @@ class Controller:
             return None
         last.measured_s = took
         return last
+
+
+def _far(took: float, predicted: float) -> bool:
+    return abs(took / predicted - 1) > OFF

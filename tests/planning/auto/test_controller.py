@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataflow.planning.auto.controller import Controller
+import json
+from dataclasses import asdict
+
+from dataflow.planning.auto.controller import Controller, Switch
 from dataflow.policy import SchedulingPolicy
 
 BASELINE, SPLIT = SchedulingPolicy(), SchedulingPolicy(4)
@@ -78,6 +81,44 @@ def test_what_came_of_a_change_is_known_some_steps_later() -> None:
     (change,) = [each for each in found if each is not None]
     assert change.measured_s == 7.5
     assert found.index(change) + 1 == 10
+
+
+def test_at_the_end_of_a_run_fewer_steps_say_what_came_of_a_change() -> None:
+    run = controller()
+    run.switched(5, BOTH, times(10, 10, 10, 7))
+    for step in range(1, 9):
+        run.ended(step, 10.0 * min(step, 6) + 7.5 * max(0, step - 6))
+        assert run.outcome(step) is None
+    assert run.outcome(7, least=1) is None, "no step since the first that shows the policy"
+    change = run.outcome(8, least=1)
+    assert change is not None
+    assert change.measured_s == 7.5
+    assert run.outcome(9, least=1) is None, "it is said once"
+
+
+def test_a_run_that_resumed_says_what_came_of_the_change_before() -> None:
+    change = Switch(5, BASELINE, BOTH, 10.0, 7.0)
+    again = Switch.of(json.loads(json.dumps(asdict(change))))
+    assert again == change
+    run = Controller(ALL, BOTH, 5, 0.03, [again], since=3)
+    found = []
+    for step in range(3, 12):
+        run.ended(step, 7.5 * step)
+        found.append(run.outcome(step))
+    assert [each for each in found if each is not None] == [again]
+    assert found.index(again) + 3 == 10, "the same step as without the resume"
+
+
+def test_a_prediction_is_confirmed_by_the_steps_that_show_the_policy() -> None:
+    run = controller()
+    for step in range(1, 7):
+        run.ended(step, 10.0 * step)
+    assert run.confirms(6, {BASELINE: 11.0})
+    assert not run.confirms(6, {BASELINE: 12.0}), "20% off"
+    assert not run.confirms(6, {BOTH: 10.0}), "not predicted"
+    assert not run.confirms(6, {BASELINE: 10.0}, since=6), "no step since then"
+    run.switched(6, BOTH, times(10, 10, 10, 7))
+    assert not run.confirms(6, {BOTH: 10.0}), "no step shows it yet"
 
 
 def test_a_policy_that_takes_much_longer_than_predicted_is_left() -> None:
