@@ -5,11 +5,15 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from dataflow.cli import main
+from dataflow.policy import preset
+from dataflow.timeline import perfetto
+from tests.rigs.simulated import job, run
 
 
 @pytest.mark.slow
@@ -157,6 +161,18 @@ def test_a_loop_that_waits_for_its_rewards_first_is_replayed_like_that(
 
 
 @pytest.mark.slow
+def test_a_run_that_changed_its_policy_is_not_replayed_and_says_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = run(job())
+    policies = [{"step": at, **asdict(preset(name, 4))} for at, name in ((1, "baseline"), (5, "both"))]
+    trace.meta |= {"policy": "auto", "policies": policies}
+    perfetto.write(trace, tmp_path / "trace.json")
+    assert main(["plan", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"not replayed: its policy changed during the run (dataflow compare {tmp_path} --predicted" in out
+
+
 def test_the_page_says_what_the_text_says(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=30"]
