@@ -76,6 +76,15 @@ def counted(number: float, noun: str) -> str:
     return f"{written} {noun}{ending}"
 
 
+def an(noun: str) -> str:
+    """Returns a noun, such as the name of a type, with its indefinite article.
+
+    >>> an("int"), an("list")
+    ('an int', 'a list')
+    """
+    return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"
+
+
 def nearest(word: str, words: object) -> str:
     """Returns ``"; did you mean 'x'?"`` with the word closest to a misspelt one, or an empty text.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
-from dataflow.errors import PipelineError, counted, nearest
+from dataflow.errors import PipelineError, an, counted, nearest
 from dataflow.signature.fields import Carried, Lag, Latest, Read, names_around, read_of
 from dataflow.signature.hosted import Hosted
 from dataflow.signature.task_info import TaskInfo
@@ -389,6 +389,6 @@ def _check_function(fn: Any) -> None:
         raise PipelineError(f"@stage above {getattr(fn, '__name__', repr(fn))}: this is no function; give a function.")
     if not hasattr(fn, "__name__"):  # functools.partial, an object with __call__
         raise PipelineError(
-            f"@stage above a {type(fn).__name__}: it has no name; write a function that calls it, whose options (after "
-            "the *) are given by bind()."
+            f"@stage above {an(type(fn).__name__)}: it has no name; write a function that calls it, whose options "
+            "(after the *) are given by bind()."
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import DataError
+from dataflow.errors import DataError, an
 
 MARK = "<image>"
 """The place of an image in the text of a message."""
@@ -86,7 +86,7 @@ def _image_of(cell: Any, at: int, label: str, home: Path) -> dict[str, Any]:
     if isinstance(cell, str):
         cell = {"path": cell}
     if not isinstance(cell, Mapping):
-        raise DataError(f"{label}: {name} is a {type(cell).__name__}; give 'bytes' or 'path', or the path alone.")
+        raise DataError(f"{label}: {name} is {an(type(cell).__name__)}; give 'bytes' or 'path', or the path alone.")
     content = cell.get("bytes")
     if isinstance(content, bytes) and content:
         return {"bytes": content}

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from loguru import logger
 
-from dataflow.errors import DataError
+from dataflow.errors import DataError, an
 from dataflow.tools.formats import ToolCall
 from dataflow.tools.registry import Tool
 from dataflow.usercode.calls import Call, Calls
@@ -191,14 +191,14 @@ def tools_kwargs(extra_info: Any) -> dict[str, dict[str, Any]]:
     """
     found = (extra_info or {}).get("tools_kwargs") or {}
     if not isinstance(found, Mapping):
-        raise DataError(f"extra_info: tools_kwargs is a {type(found).__name__}; give {{tool's name: {{...}}}}.")
+        raise DataError(f"extra_info: tools_kwargs is {an(type(found).__name__)}; give {{tool's name: {{...}}}}.")
     kwargs: dict[str, dict[str, Any]] = {}
     for name, given in found.items():
         if given is None:
             continue
         if not isinstance(given, Mapping):
             raise DataError(
-                f"extra_info: tools_kwargs of '{name}' is a {type(given).__name__}; give {{keyword: value}}."
+                f"extra_info: tools_kwargs of '{name}' is {an(type(given).__name__)}; give {{keyword: value}}."
             )
         kwargs[name] = {key: value for key, value in given.items() if value is not None}
     return kwargs

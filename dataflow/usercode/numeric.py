@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from dataflow.errors import an
+
 _EXACT = 2.0**53
 """Below it a float holds each whole number."""
 
@@ -51,7 +53,7 @@ def count_of(value: Any) -> int | None:
 
 def kind_of(value: Any) -> str:
     """Returns the description of a value for messages: "None" or its type."""
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else an(type(value).__name__)
 
 
 def finite(value: Any) -> Any:

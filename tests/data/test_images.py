@@ -75,7 +75,7 @@ def test_lines_of_json_hold_verls_rows_with_paths_and_base64(tmp_path: Path) -> 
     ("cells", "message"),
     [
         (["a.png", "b.png"], r"line 1: the prompt has 2 images and 1 place for them; write <image> once .*"),
-        ([7], r"line 1: image 1 is a int; give 'bytes' or 'path'"),
+        ([7], r"line 1: image 1 is an int; give 'bytes' or 'path'"),
         ([{"url": "x"}], r"line 1: image 1 has neither 'bytes' nor 'path'"),
         (["https://example.org/a.png"], r"line 1: image 1 is at https://.*; nothing is downloaded"),
         (["data:image/png;base64,?"], r"line 1: image 1 is no base64"),

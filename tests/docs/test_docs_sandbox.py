@@ -48,6 +48,9 @@ def test_command_lines_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in map(shlex.split, commands):
         config = parse_overrides(load_pipeline_file(words[2]).Config, words[3:])
         check_reward({"path": None}, {"target": JUDGE}, config.reward)
+        # Generated problems have no test cases.
+        assert config.data.train
+        assert config.data.val
 
 
 def test_links_lead_somewhere() -> None:

@@ -275,7 +275,7 @@ def test_what_is_asked_in_passing_must_not_be_async(name: str) -> None:
 def test_an_attribute_in_the_place_of_a_method_is_said(name: str) -> None:
     reward = Reward()
     setattr(reward, name, 0)
-    with pytest.raises(ConfigError, match=f"reward 'Reward': its '{name}' is a int, where the agent expects a method"):
+    with pytest.raises(ConfigError, match=f"reward 'Reward': its '{name}' is an int, where the agent expects a method"):
         RewardAgent(reward)
 
 

@@ -54,12 +54,60 @@ def test_both_engines_take_them(sections: dict[str, Any], tmp_path: Path) -> Non
 def test_data_that_the_reward_manager_cannot_score_is_refused_before_the_run() -> None:
     def checked(*truths: Any, manager: str = "sandbox") -> None:
         rows = [{"reward_model": {"ground_truth": truth}} for truth in truths]
-        check_truths(RunConfig.model_validate({"reward": {"manager": manager}}), Problems(rows, None, "sums.jsonl"))
+        data = {"train": "sums.jsonl", "val": "held_out.jsonl"}
+        config = RunConfig.model_validate({"reward": {"manager": manager}, "data": data})
+        check_truths(config, Problems(rows, None, "sums.jsonl"), Problems([], None, "held_out.jsonl"))
 
     good = {"inputs": ["1"], "outputs": ["1"]}
-    with pytest.raises(DataError, match=r"sums\.jsonl, row 1: reward\.manager=sandbox: .* is a int; give"):
+    with pytest.raises(DataError, match=r"sums\.jsonl, row 1: reward\.manager=sandbox: .* is an int; give"):
         checked("5", 7)
     with logged() as messages:
         checked(good, "5")  # single bad rows are left to the failure rule
     assert [one for one in messages if "sums.jsonl, row 2: " in one and "Of the first 2 rows, 1 cannot" in one]
     checked("5", manager="naive")
+
+
+TRUTH = {"inputs": ["1"], "outputs": ["1"]}
+
+
+@pytest.mark.parametrize(
+    ("data", "truths", "every", "message"),
+    [
+        (
+            {"train": "a.jsonl"},
+            (TRUTH, 7),
+            1,
+            r"val, row 1: .* an int; .* generated one: give data\.val=FILE, or val\.ev",
+        ),
+        ({"train": "a.jsonl"}, (TRUTH, 7), 0, None),
+        ({"val": "b.jsonl"}, (7, TRUTH), 1, r"train, row 1: .* an int; .* generated one: give data\.train=FILE\.$"),
+        ({"train": "a.jsonl", "val": "b.jsonl"}, (TRUTH, 7), 1, r"val, row 1: .* an int; give a ground truth of test"),
+        ({"train": "a.jsonl", "val": "b.jsonl"}, (TRUTH, TRUTH), 1, None),
+    ],
+)
+def test_held_out_problems_that_the_manager_cannot_score_are_refused_if_the_run_evaluates(
+    data: dict[str, Any], truths: tuple[Any, Any], every: int, message: str | None
+) -> None:
+    config = RunConfig.model_validate({"reward": {"manager": "sandbox"}, "data": data, "val": {"every": every}})
+    train, val = (
+        Problems([{"reward_model": {"ground_truth": truth}}], None, name)
+        for truth, name in zip(truths, ("train", "val"), strict=True)
+    )
+    if message is None:
+        check_truths(config, train, val)
+    else:
+        with pytest.raises(DataError, match=message):
+            check_truths(config, train, val)
+
+
+def test_held_out_rows_that_are_not_evaluated_are_not_checked() -> None:
+    data = {"train": "a.jsonl", "val": "b.jsonl", "val_size": 1}
+    config = RunConfig.model_validate({"reward": {"manager": "sandbox", "on_failure": "drop_sample"}, "data": data})
+    good, bad = ({"reward_model": {"ground_truth": truth}} for truth in (TRUTH, {"input": ["1"], "outputs": ["1"]}))
+    with logged() as messages:
+        check_truths(config, Problems([good], None, "train"), Problems([good, bad], None, "val"))
+    assert not [one for one in messages if "row 2" in one]
+    with logged() as messages:
+        check_truths(config, Problems([good, bad], None, "train"), Problems([good], None, "val"))
+    (warning,) = (one for one in messages if "row 2" in one)
+    assert "unknown key 'input' (did you mean 'inputs'?). Of the first 2 rows, 1 cannot be scored" in warning

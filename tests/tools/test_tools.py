@@ -395,5 +395,5 @@ def test_keywords_of_a_sample_are_mappings_by_tool() -> None:
     assert tools_kwargs(None) == tools_kwargs({"tools_kwargs": None}) == {}
     with pytest.raises(DataError, match=r"^extra_info: tools_kwargs is a list; give \{tool's name: \{\.\.\.\}\}\.$"):
         tools_kwargs({"tools_kwargs": ["calc"]})
-    with pytest.raises(DataError, match=r"tools_kwargs of 'calc' is a int; give \{keyword: value\}\.$"):
+    with pytest.raises(DataError, match=r"tools_kwargs of 'calc' is an int; give \{keyword: value\}\.$"):
         tools_kwargs({"tools_kwargs": {"calc": 3}})

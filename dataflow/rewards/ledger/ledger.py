@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from loguru import logger
 
-from dataflow.errors import ConfigError, DataflowError, RunError
+from dataflow.errors import ConfigError, DataflowError, RunError, an
 from dataflow.rewards.ledger.file import KINDS, Found, LedgerFile, Row, read_answer
 from dataflow.rewards.ledger.key import Key, key_of
 from dataflow.rewards.user.results import read_number
@@ -393,7 +393,7 @@ def _check_keys(parts: Any) -> None:
 def _number(value: Any) -> bool | int | float | str:
     number = value.item() if isinstance(value, np.generic) else value
     if not isinstance(number, bool | int | float | str):
-        raise TypeError(f"JSON cannot represent a {type(value).__name__}")
+        raise TypeError(f"JSON cannot represent {an(type(value).__name__)}")
     return number
 
 

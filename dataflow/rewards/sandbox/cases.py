@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from dataflow.errors import an
 from dataflow.rewards.sandbox.outcome import BadCases, Outcome, short
 from dataflow.rewards.sandbox.statement import check_statement, check_tests
 
@@ -218,7 +219,7 @@ def _input(given: Any, at: int, arguments: bool) -> str:
         return ""
     if not isinstance(given, str | int | float) or isinstance(given, bool):
         form = "give each argument as JSON, one a line" if arguments else "give the text that the program reads"
-        raise BadCases(f"entry {at} of the ground truth's inputs is a {type(given).__name__}; {form}")
+        raise BadCases(f"entry {at} of the ground truth's inputs is {an(type(given).__name__)}; {form}")
     text = str(given)
     if arguments and text.strip():
         try:
@@ -237,12 +238,12 @@ def _parsed(truth: Any) -> Mapping[str, Any]:
         except (ValueError, RecursionError) as error:
             raise BadCases(f"the ground truth is not JSON ({error})") from error
     if not isinstance(truth, Mapping):
-        raise BadCases(f"the ground truth is a {type(truth).__name__}")
+        raise BadCases(f"the ground truth is {an(type(truth).__name__)}")
     for key in map(str, truth):
         if key in _KEYS:
             continue
         if meant := get_close_matches(key, [each for each in _KEYS if each not in truth], n=1, cutoff=0.75):
-            raise BadCases(f"the ground truth has an unknown key '{short(key)}'; did you mean '{meant[0]}'?")
+            raise BadCases(f"the ground truth has an unknown key '{short(key)}' (did you mean '{meant[0]}'?)")
         # That of another data set's form may be meant as one that has an effect.
         _warn(f"the key '{short(key)}' of ground truths is ignored; those used are {', '.join(_KEYS)}")
     return truth
@@ -280,7 +281,7 @@ def _expected(output: Any, at: int, returned: bool) -> tuple[str, ...]:
         return (_trimmed(output),)
     if isinstance(output, list | dict) and not returned:
         kind = type(output).__name__
-        raise BadCases(f"entry {at} of the ground truth's outputs is a {kind}; give the text that the program prints")
+        raise BadCases(f"entry {at} of the ground truth's outputs is {an(kind)}; give the text that the program prints")
     # verl compares with str(), which differs from the JSON that a function's result is printed as.
     return (str(output), json.dumps(output, default=str))
 

@@ -6,6 +6,7 @@ import ast
 import warnings
 from typing import Any
 
+from dataflow.errors import an
 from dataflow.rewards.sandbox.outcome import BadCases, short
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -24,7 +25,7 @@ def check_statement(statement: Any, what: str) -> None:
         BadCases: it is empty, or no Python, or ends the process whatever it finds.
     """
     if not isinstance(statement, str):
-        raise BadCases(f"{what} is a {type(statement).__name__}, not a statement of Python as text")
+        raise BadCases(f"{what} is {an(type(statement).__name__)}, not a statement of Python as text")
     try:
         tree = _parsed(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from dataflow.errors import ConfigError, nearest
+from dataflow.errors import ConfigError, an, nearest
 from dataflow.rewards.user import sandbox as _sandbox  # noqa: F401 - registers its manager
 from dataflow.rewards.user.managers import MANAGERS, Remote
 from dataflow.rewards.user.verl_manager import VerlManager
@@ -90,7 +90,7 @@ def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] 
     what = f"reward manager '{name}'"
     kind = _find(name, path)
     if not isinstance(kind, type):
-        raise ConfigError(f"{what} is a {type(kind).__name__}; give a class.")
+        raise ConfigError(f"{what} is {an(type(kind).__name__)}; give a class.")
     if not callable(getattr(kind, "run_single", None)):
         _check_options(what, kind, options or {})
     return kind

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, an
 from dataflow.rewards.user.adapter import RewardAdapter, adapted_call, scorer_of
 from dataflow.usercode.copies import own_options
 from dataflow.usercode.failures import is_interrupt
@@ -59,7 +59,7 @@ def load_reward(
     elif callable(score := scorer_of(found)):
         _check(what, _signature(score), FIELDS, given, context)
     else:
-        raise ConfigError(f"{where}: '{name}' is a {type(found).__name__}; give a function or a class.")
+        raise ConfigError(f"{where}: '{name}' is {an(type(found).__name__)}; give a function or a class.")
     return found
 
 
@@ -227,7 +227,7 @@ def check_methods(reward: Any) -> None:
         found = getattr(reward, name, None)
         if found is not None and not callable(found):
             kind = type(found).__name__
-            raise ConfigError(f"{what}: its '{name}' is a {kind}, where the agent expects a method; rename it.")
+            raise ConfigError(f"{what}: its '{name}' is {an(kind)}, where the agent expects a method; rename it.")
         if name in _SYNC_METHODS and found is not None and is_async(found):
             raise ConfigError(
                 f"{what}: its '{name}' is async, but the agent calls it without awaiting; write it as a plain def."

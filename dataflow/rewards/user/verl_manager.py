@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dataflow.errors import ConfigError, DataError
+from dataflow.errors import ConfigError, DataError, an
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.user.managers import LengthUnknown, Manager
 from dataflow.usercode.copies import own_copy
@@ -78,7 +78,7 @@ class VerlManager(Manager):
     async def _run(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         answer = await self._built().run_single(row_of(self._tokenizer, **arguments))
         if not isinstance(answer, Mapping) or "reward_score" not in answer:
-            raise ValueError(f"run_single returned a {type(answer).__name__} without 'reward_score'")
+            raise ValueError(f"run_single returned {an(type(answer).__name__)} without 'reward_score'")
         score, columns = answer["reward_score"], dict(answer.get("reward_extra_info") or {})
         return {"acc": columns.get("score", score), **columns, "score": score}
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from dataflow.errors import ConfigError, RewardFailed
+from dataflow.errors import ConfigError, RewardFailed, an
 from dataflow.rewards.user.adapter import scorer_of
 from dataflow.rewards.user.function import MADE, build_reward, find_reward, load_reward
 from dataflow.system.children import restore_path
@@ -184,7 +184,7 @@ def reply_of(result: Any, error: BaseException | None) -> bytes:
         try:
             return pickle.dumps((result, b"", "", ""))
         except BaseException as broken:  # pickling runs user code
-            error = WorkerError(f"it returned a {type(result).__name__}, which cannot be sent ({describe(broken)})")
+            error = WorkerError(f"it returned {an(type(result).__name__)}, which cannot be sent ({describe(broken)})")
     error = readable(error)
     return pickle.dumps((None, _sendable(error), place_of(error), trace_of(error)))
 

@@ -13,6 +13,7 @@ from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
 from dataflow.errors import ConfigError, DataError, NotChecked, counted
 from dataflow.models.processor import takes_images
+from dataflow.rewards.failure import FailureRule, parse_rule
 from dataflow.rewards.naming import MAIN
 from dataflow.rewards.user.build import build_manager, scores_alone
 from dataflow.running.preparing.check import Check, Checks
@@ -63,8 +64,8 @@ class Prompts:
         # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
         yield Check("data", self._read)
         if self._problems is not None and MAIN in self._hosts:
-            problems = self._problems[0]
-            yield Check("references", lambda: check_truths(config, problems))
+            problems = self._problems
+            yield Check("references", lambda: check_truths(config, *problems))
         yield Check("model", self._settle)
         if self.settled:
             yield Check("images", lambda: check_images(config))
@@ -134,23 +135,44 @@ def _unknown() -> str:
     raise NotChecked("their length needs the data and the model's tokenizer")
 
 
-def check_truths(config: RunConfig, problems: Problems) -> None:
+def check_truths(config: RunConfig, train: Problems, val: Problems) -> None:
     """Checks that the data is of the form that the reward manager needs, if it scores without a function.
 
     Single bad rows are left to the failure rule, and a warning names one; if the first ones all are bad, the data is
-    another.
+    another. The held-out problems count if the run evaluates on them.
 
     Raises:
         DataError: it is not.
     """
-    from dataflow.data.prompts import truth_of
-
     options = config.reward
     if not scores_alone(options.manager, options.manager_path):
         return
     manager = build_manager(options.manager, None, **options.manager_kwargs)
     if not hasattr(manager, "check_truth"):
         return
+    rule = parse_rule(options.on_failure)
+    _check_truths(manager, options.manager, train, None if config.data.train else "give data.train=FILE", rule)
+    if config.val.every:
+        made = None if config.data.val else "give data.val=FILE, or val.every=0 to evaluate nothing"
+        held_out = val._replace(rows=val.rows[: config.data.val_size])
+        _check_truths(manager, options.manager, held_out, made, rule.for_validation())
+
+
+def _check_truths(manager: Any, name: str, problems: Problems, made: str | None, rule: FailureRule) -> None:
+    """Checks the first rows of one part of the data.
+
+    Args:
+        manager: with ``check_truth``.
+        name: of the manager.
+        problems: of this part.
+        made: what to do if the rows are generated ones, which no file gave; None for those of a file.
+        rule: what happens to single bad rows.
+
+    Raises:
+        DataError: they all are of another form.
+    """
+    from dataflow.data.prompts import truth_of
+
     rows, bad = problems.rows[:_TRUTHS], []
     for at, row in enumerate(rows):
         try:
@@ -161,12 +183,12 @@ def check_truths(config: RunConfig, problems: Problems) -> None:
         return
     at, first = bad[0]
     label = problems.labels[at] if problems.labels else f"{problems.name}, row {at + 1}"
-    problem = f"{label}: reward.manager={options.manager}: {first}"
+    problem = f"{label}: reward.manager={name}: {first}"
     if len(bad) == len(rows):
-        raise DataError(f"{problem}; {getattr(first, 'fix', 'give other data')}.") from first
+        fix = getattr(first, "fix", "give other data")
+        raise DataError(f"{problem}; {fix if made is None else f'the row is a generated one: {made}'}.") from first
     logger.warning(
-        f"{problem}. Of the first {len(rows)} rows, {len(bad)} cannot be scored; they end by "
-        f"reward.on_failure={options.on_failure}."
+        f"{problem}. Of the first {len(rows)} rows, {len(bad)} cannot be scored; they end by reward.on_failure={rule}."
     )
 
 

@@ -223,7 +223,7 @@ def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> N
         assert ledger.counts()["unstored"] == len(odd)
         assert ledger.counts()["answered"] == 1
     assert len(said) == 1
-    assert "the columns picture is not stored (JSON cannot represent a object)" in said[0]
+    assert "the columns picture is not stored (JSON cannot represent an object)" in said[0]
 
 
 def test_counts_and_totals(path: Path) -> None:

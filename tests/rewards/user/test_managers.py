@@ -287,7 +287,7 @@ def test_managers_that_cannot_be(path: str, tmp_path: Path) -> None:
         (("zzz", plain), {}, "unknown; give naive, dapo, rate_limited, remote"),
         (("Doubld", plain, path), {}, "has no 'Doubld'; did you mean 'Doubled'?"),
         (("x", plain, str(tmp_path / "none.py")), {}, "there is no such file"),
-        (("number", plain, path), {}, "reward manager 'number' is a int; give a class"),
+        (("number", plain, path), {}, "reward manager 'number' is an int; give a class"),
         (("Wrong", plain, path), {}, "reward manager 'Wrong' cannot be built: RuntimeError: no (mine.py:"),
         (("Empty", plain, path), {}, "class 'Empty' has neither compute_score nor verl's run_single"),
         (("naive", plain), {"log": True}, "reward manager 'naive' takes no option 'log'; it takes none."),
