@@ -175,20 +175,24 @@ class GroupCalls:
 
 
 def usage_of(reward: Any, tokens: int) -> Mapping[str, float]:
-    """Returns what the user's ``usage`` says that the calls have used; without one, the tokens of the answers.
+    """Returns what the calls have used: the tokens of the answers, and what the user's ``usage`` says.
+
+    Args:
+        reward: what scores.
+        tokens: of the answers; ``usage`` may give another number.
 
     Raises:
         DataflowError: it raised an error, or returned something else than finite numbers.
     """
     usage = getattr(reward, "usage", None)
-    used, error = attempt(usage) if callable(usage) else ({"tokens": tokens}, None)
+    used, error = attempt(usage) if callable(usage) else ({}, None)
     if error is not None:
         raise DataflowError(raised("reward agent: stats", usage, error)) from error
     read, error = attempt(read_usage, used)
     if error is not None:
         what = f"reward agent: stats: '{name_of(usage)}' returned {why_unreadable(error)}"
         raise DataflowError(f"{what}; return finite numbers by name.") from error
-    return dict(read)
+    return {"tokens": tokens, **read}
 
 
 async def close_reward(reward: Any) -> None:

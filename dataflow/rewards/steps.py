@@ -25,8 +25,13 @@ from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.load import describe
 
 _REMEMBERED = 4096  # ended steps that keep their message for later collects
-_SUMS = ("throttled", "timed_out", "resent", "ejections", "truncated", "tokens", "cost", "rate_limit_wait_s")
-"""Sums among the stats, beside the counts."""
+_NO_SUMS = frozenset(
+    [
+        *("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged"),
+        *("waiting", "running", "peak", "abandoned", "steps", "limit", "latency_s", "actors_died"),
+    ]
+)
+"""Stats that are those of now, or that the summary of a step counts itself; all others are sums so far."""
 
 
 class Steps:
@@ -341,7 +346,7 @@ class Steps:
 
     def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """Returns how much the sums among the stats have grown since the last call."""
-        now = {name: float(stats[name]) for name in _SUMS if name in stats}
+        now = {name: float(value) for name, value in stats.items() if name not in _NO_SUMS}
         # The sums of an agent in actors fall when one of these is replaced.
         grown = {name: max(0.0, value - self._reported.get(name, 0.0)) for name, value in now.items()}
         self._reported = now

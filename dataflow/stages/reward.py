@@ -42,18 +42,18 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     With the step's last groups it logs, for the whole step (percentiles of parts cannot be averaged),
     ``reward/latency_*`` and the numbers of samples ``reward/requested``, ``scored``, ``failed``, ``retried``,
     ``hedged`` and ``cached``; with a filter ``filtered_groups``, those left out, and ``equal_groups``, those collected
-    for want of others, which train nothing; the agent's usage since the last step, such as ``reward/tokens``; and the
-    current values of ``reward/running``, ``waiting``, ``abandoned`` and ``limit``. Another agent
-    than ``reward`` logs them as ``reward/NAME/...``.
+    for want of others, which train nothing; the agent's usage since the last step, such as ``reward/tokens`` and
+    what the user's ``usage`` names; and the current values of ``reward/running``, ``waiting``, ``abandoned`` and
+    ``limit``. Another agent than ``reward`` logs them as ``reward/NAME/...``.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last, groups=task.groups)
     mark_requests(rewards, agent.name, task)
     if "step" in rewards.meta:
         stats = agent.stats()
         found = {
+            **agent.used(stats),  # first, as the user names some of these
             **rewards.meta["step"],
             **{name: float(stats[name]) for name in _NOW if name in stats},
-            **agent.used(stats),
             **{f"limit{'/' + name if name else ''}": float(n) for name, n in stats["limit"].items()},
         }
         task.log({metric(agent.name, name): value for name, value in found.items()})

@@ -266,7 +266,7 @@ class Costly:
 
     def usage(self) -> dict[str, float]:
         counts = dict.fromkeys(("resent", "ejections", "truncated"), 1.0)  # of served models
-        return {"tokens": 3.0, "cost": 0.1, **counts}
+        return {"tokens": 3.0, "cost": 0.1, "NAME": 2.0, **counts}
 
 
 async def metrics() -> dict[str, float]:
