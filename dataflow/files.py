@@ -52,6 +52,25 @@ def nearest_path(path: str | os.PathLike[str], folder: Path, pattern: str = "*")
     return nearest(str(path), [each for each in found if each != str(path)])
 
 
+def nearest_run(path: str | os.PathLike[str]) -> str:
+    """Suggests the run whose name is most like that of a path, beside it or in ``runs/``; "" if none is.
+
+    Args:
+        path: of a run's directory, or of a file in it.
+    """
+    from difflib import get_close_matches
+
+    run = Path(path)
+    run = run.parent if run.suffix in (".json", ".gz", ".yaml") else run
+    for folder in dict.fromkeys((run.parent, Path("runs"))):
+        # A configuration alone may be that of a project around the runs.
+        found = sorted(folder.glob("*/trace.json")) if folder.is_dir() else []
+        names = [each.parent.name for each in found if each.parent != run]
+        if close := get_close_matches(run.name, names, n=1):
+            return f"; did you mean '{folder / close[0]}'?"
+    return ""
+
+
 def unwritable(path: str | os.PathLike[str]) -> str | None:
     """Returns why a file cannot be written, and the fix; None if it can be. Leaves no file behind.
 

@@ -88,6 +88,48 @@ def test_model_that_is_not_whole(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "does not exist" in refused(capsys, tmp_path, "model.path=./nowhere")
 
 
+@pytest.mark.parametrize("command", ["timeline", "samples", "export", "resume"])
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("runs/sums2", "runs/sums1"),
+        ("sums2", "runs/sums1"),
+        ("rums/sums1", "runs/sums1"),
+        ("runs/x", None),
+        ("ab", None),
+    ],
+)
+def test_a_run_that_is_not_there_is_told_by_one_that_is(
+    command: str,
+    given: str,
+    near: str | None,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/sums1", "runs/sums22", "abc", "sums", "runs/y"):
+        Path(name).mkdir(parents=True)
+    Path("runs/sums1/trace.json").write_text("{}")
+    Path("abc/config.yaml").write_text("name: project")  # as init makes it
+    assert main([command, given]) == 2
+    said = capsys.readouterr().err
+    assert said.count(given) == 1
+    assert ("did you mean" in said) == (near is not None)
+    if near is not None:
+        assert said.endswith(f"; did you mean '{near}'?\n")
+
+
+def test_a_directory_that_is_no_run_does_not_suggest_itself(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nn").mkdir()
+    for command in ("timeline", "export", "resume"):
+        assert main([command, "nn"]) == 2
+        assert "did you mean" not in capsys.readouterr().err
+
+
 def test_files_that_are_no_pipeline_or_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["run", str(tmp_path / "no.py")]) == 2
     assert "no pipeline file" in capsys.readouterr().err

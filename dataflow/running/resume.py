@@ -13,7 +13,7 @@ from dataflow.config.loading.saved import CONFIG, Saved
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, counted
-from dataflow.files import nearest_path
+from dataflow.files import nearest_run
 from dataflow.rewards.ledger.file import check_file
 from dataflow.rewards.naming import MAIN, file_of
 from dataflow.running.directory import check_unlocked
@@ -132,7 +132,7 @@ def _checked(
         # A configuration alone may be that of a project around the runs.
         runs = (parent for parent in directory.parents if (parent / CONFIG).is_file())
         inside = next((parent for parent in runs if (parent / "trace.json").is_file()), None)
-        near = f"; give the run's directory, {inside}." if inside else nearest_path(directory, directory.parent)
+        near = f"; give the run's directory, {inside}." if inside else nearest_run(directory)
         raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
     check_unlocked(directory)
     saved = Saved(directory / CONFIG, module)

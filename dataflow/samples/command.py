@@ -12,8 +12,8 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.section import Section, Text
-from dataflow.errors import ConfigError, DataError, nearest
-from dataflow.files import unwritable
+from dataflow.errors import ConfigError, DataError
+from dataflow.files import nearest_run, unwritable
 from dataflow.samples.files import Kind, Row, file_of, plain, read, steps_in, write
 from dataflow.samples.query import select
 from dataflow.samples.text import listing
@@ -88,8 +88,8 @@ def _directory(run: str) -> Path:
     if path.exists() and not path.is_dir():
         raise DataError(f"no run at '{run}': it is a file; give the directory of a run (runs/NAME).")
     if not path.is_dir():
-        near = nearest(run, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else ""
-        raise DataError(f"no run at '{run}': there is no such directory{near or '; give a run (runs/NAME).'}")
+        near = nearest_run(path) or "; give a run (runs/NAME)."
+        raise DataError(f"no run at '{run}': there is no such directory{near}")
     if not (path / "samples").is_dir():
         raise DataError(
             f"run '{run}' has no samples: pipelines with the stages of dataflow.stages.samples keep them, with "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError
-from dataflow.files import decoded, nearest_path, no_file, replaced
+from dataflow.files import decoded, nearest_run, no_file, replaced
 from dataflow.timeline.spans import USUAL, VERSION, Level, Mark, Span, Trace
 from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
 
@@ -55,8 +55,8 @@ def load(run: str) -> Trace:
     if path.is_dir():
         path = path / "trace.json"
     if (why := no_file(path)) is not None:
-        near = nearest_path(run, path.parent.parent)
-        raise DataError(f"no run at '{run}': {path}: {why}{near or '; give a run directory (runs/NAME)'}")
+        where = "" if path == Path(run) else f"{path}: "
+        raise DataError(f"no run at '{run}': {where}{why}{nearest_run(run) or '; give a run directory (runs/NAME).'}")
     return read(path)
 
 

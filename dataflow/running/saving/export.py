@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.config.loading.saved import CONFIG, read_values
-from dataflow.errors import ConfigError, counted, nearest
+from dataflow.errors import ConfigError, counted
+from dataflow.files import nearest_run
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 
@@ -35,8 +36,7 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
         UserError: the run, the checkpoint or the model is missing, the directory exists, or there is no adapter.
     """
     if not (run / CONFIG).is_file():
-        near = nearest(str(run), [str(path) for path in run.parent.glob("*")])
-        raise ConfigError(f"no run at '{run}'{near or '; give a run directory (runs/NAME).'}")
+        raise ConfigError(f"no run at '{run}'{nearest_run(run) or '; give a run directory (runs/NAME).'}")
     point = _checkpoint(run, step)
     name = ADAPTER if adapter else MODEL
     target = directory or run / (name if step is None else f"{name}-{step}")
