@@ -18,6 +18,7 @@ from dataflow.commands import completion
 from dataflow.commands.completion import finder, keys, words
 from dataflow.config.base import POLICIES
 from dataflow.policy import AUTO, PRESETS, preset
+from dataflow.rewards.naming import MANAGERS
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "pipelines" / "gsm8k_grpo.py")
@@ -80,6 +81,10 @@ def complete(monkeypatch: pytest.MonkeyPatch, line: str) -> list[str]:
         ("run P steps=", ["steps=30"]),
         ("run P policy.order=", ["policy.order=arrival", "policy.order=index"]),
         ("run P ray.fork=", ["ray.fork=true", "ray.fork=false"]),
+        ("run P reward.manager=", [f"reward.manager={name}" for name in MANAGERS]),
+        ("run P reward.on_failure=drop_", ["reward.on_failure=drop_sample", "reward.on_failure=drop_group"]),
+        ("run P reward.on_failure=s", ["reward.on_failure=score:0"]),
+        ("run P algorithm.rollout_rs=token_k1", ["algorithm.rollout_rs=token_k1"]),
         ("run P policy.split=", []),
         ("run P policy.stream_rollout=n", ["policy.stream_rollout=null"]),
         ("run P nothing=", []),

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
+from dataflow.rewards import naming
 from dataflow.rewards.user import managers
 from dataflow.rewards.user.build import build_manager
 from dataflow.rewards.user.function import build_reward, load_reward
@@ -273,6 +275,12 @@ def test_a_users_own_manager(path: str) -> None:
     assert score(build_manager("doubled", plain, path)) == 2  # loaded twice
     assert score(build_manager("doubled", plain)) == 2  # registered by now
     assert score(build_manager("Own", plain, path)) == 2
+
+
+def test_the_managers_of_the_package_are_those_that_the_configuration_lists() -> None:
+    described = RewardConfig.model_fields["manager"].description or ""
+    assert sorted(managers.MANAGERS) == sorted(naming.MANAGERS)
+    assert f"Reward manager: {', '.join(naming.MANAGERS[:-1])} or {naming.MANAGERS[-1]}" in described
 
 
 def test_a_name_is_registered_once() -> None:
