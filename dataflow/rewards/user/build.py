@@ -48,20 +48,31 @@ def scores_alone(name: str, path: str | None = None) -> bool:
     return path is None and bool(getattr(MANAGERS.get(name), "alone", False))
 
 
-def check_manager(name: str, found: Any, path: str | None = None, **options: Any) -> None:
+def check_manager(name: str, found: Any, path: str | None = None, **options: Any) -> Mapping[str, Any]:
     """Checks, without starting anything, that a manager can be built; a user's own class is not.
 
     Args:
         name, path, options: see :func:`build_manager`.
         found: the function that it will call, or the class or object of that method.
 
+    Returns:
+        The limits that the manager declares; {} of one that declares none, and of a user's own.
+
     Raises:
         ConfigError: it cannot.
     """
     kind, options = find_manager(name, path, options), own_options(options)
-    if path is None:
-        remote = issubclass(kind, Remote)
-        _built(f"reward manager '{name}'", partial(kind.pool_of, found) if remote else partial(kind, _score), options)
+    if path is not None:
+        return {}
+    what = f"reward manager '{name}'"
+    if issubclass(kind, Remote):
+        return Remote.limits_of(_built(what, partial(kind.pool_of, found), options))
+    return limits_declared(_built(what, partial(kind, _score), options))
+
+
+def limits_declared(reward: Any) -> dict[str, Any]:
+    """Returns the limits that a reward object or a manager declares for its calls; {} if it declares none."""
+    return dict(getattr(reward, "limits", None) or {})
 
 
 def _score(**_fields: Any) -> float:

@@ -233,13 +233,18 @@ class Remote(Manager):
         score = self.compute_score
         pool = self._pool = self.pool_of(reward, workers, start_method)
         pool.start()  # now, so that they are ready by the first call
-        self.limits = {"concurrency": pool.workers, "rpm": None, "tpm": None, "timeout_s": None}
+        self.limits = self.limits_of(pool)
 
         async def call(**arguments: Any) -> Any:
             return await pool.call(arguments)
 
         call.__name__ = name_of(score)
         self.compute_score = call
+
+    @staticmethod
+    def limits_of(pool: Pool) -> dict[str, Any]:
+        """Returns the limits of calls in these worker processes."""
+        return {"concurrency": pool.workers, "rpm": None, "tpm": None, "timeout_s": None}
 
     @staticmethod
     def pool_of(reward: Any, workers: int | None = None, start_method: str = "spawn") -> Pool:

@@ -193,7 +193,7 @@ class Preparation:
 
         collector = self.graph.pipeline.collector
         first = collector.host if collector is not None else None
-        check_reward(**host.options)
+        limits = check_reward(**host.options)
         if host.options["options"].extra_groups and first is not None and name != first.name:
             raise ConfigError(
                 f"{name}.on_failure=replace_group: the groups of a part are those of agent '{first.name}', so that "
@@ -205,7 +205,9 @@ class Preparation:
         custom, options = source_of(self.config, name).custom, host.options["options"]
         judge = "a stand-in for the judge" if name in self.stand_ins else "the judge"
         scorer = custom.name if custom.path else judge if name in self.judges else host.options["default"]["target"]
-        return f"{scorer}, {counted(options.concurrency, 'request')} in flight"
+        if scores_alone(options.manager, options.manager_path):
+            scorer = f"{name}.manager={options.manager}"
+        return f"{scorer}, {counted(limits.concurrency, 'request')} in flight"
 
     def _own_inputs(self, prompts: Prompts | None) -> Mapping[str, Callable[[int], Any]]:
         """Returns the fields of the pipeline file's ``inputs``, which may read the run's models."""

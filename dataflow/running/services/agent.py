@@ -24,7 +24,7 @@ from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of, keyed
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
-from dataflow.rewards.user.build import build_manager, check_manager, find_manager, scores_alone
+from dataflow.rewards.user.build import build_manager, check_manager, find_manager, limits_declared, scores_alone
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.system.secrets.redaction import keep_secrets, redact_logs
 from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
@@ -93,7 +93,7 @@ def build_agent(
         reward = build_manager(
             options.manager, reward, options.manager_path, **{"tokenizer": tokenizer, **options.manager_kwargs}
         )
-    declared = dict(getattr(reward, "limits", None) or {})
+    declared = limits_declared(reward)
     retry = retry_of(options, declared.get("timeout_s"))
     record = None if ledger is None else Path(ledger).expanduser().absolute().with_name(file_of(FILE, name))
     return RewardAgent(
@@ -152,22 +152,26 @@ def host_agent(options: RewardConfig, name: str = MAIN, **given: Any) -> RewardA
 
 def check_reward(
     custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig, name: str = MAIN, **_other: Any
-) -> None:
+) -> Limits:
     """Checks that :func:`build_agent` can succeed, without starting anything.
 
     Args:
         custom, default, options, name: see there; a judge without ``url`` is the stand-in that the run starts.
 
+    Returns:
+        The limits of the agent, without those that a user's class or manager may declare once it is built.
+
     Raises:
         ConfigError: it would fail.
     """
     try:
-        _check_reward(custom, default, options)
+        return limits_of(options, _check_reward(custom, default, options))
     except ConfigError as error:
         raise ConfigError(keyed(str(error), name)) from error
 
 
-def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig) -> None:
+def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig) -> Mapping[str, Any]:
+    """Returns the limits that what scores declares."""
     kwargs = default.get("kwargs") or {}
     keep_secrets([custom, kwargs, options.manager_kwargs])
     find_manager(options.manager, options.manager_path, options.manager_kwargs)
@@ -182,10 +186,10 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
                 "one; leave one of the two out."
             )
         found = load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
-        check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
+        declared = check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
         if not isinstance(found, type) and options.manager_path is None:  # one that a class makes may have more
             check_endpoints(found, limits_of(options))
-        return
+        return declared
     if unused := [key for key, value in _UNUSED.items() if custom.get(key, value) != value]:
         raise ConfigError(
             f"custom_reward_function.{unused[0]} is of a function, but custom_reward_function.path names no file; "
@@ -197,12 +201,11 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
                 f"reward.manager={options.manager} scores without a reward model; leave reward.model out, and give "
                 "reward.models to another agent, or leave the manager out."
             )
-        build_manager(options.manager, None, **options.manager_kwargs)
-        return
+        return limits_declared(build_manager(options.manager, None, **options.manager_kwargs))
     found = find_reward(default["target"])
-    check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
+    declared = check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
     if default["target"] not in (JUDGE, SERVED):
-        return
+        return declared
     url = kwargs.get("url")
     scores: Any = (
         ServedReward(**kwargs)
@@ -219,6 +222,7 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
             f"reward.endpoints={{{first}: ...}}: the run starts the servers, at addresses that are not known before; "
             f"leave it out, or give {key}."
         )
+    return declared
 
 
 def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) -> Limits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from dataflow.cli import main
+from dataflow.errors import counted
 from dataflow.running import dry as dry_run
 from dataflow.running.preparing import needs
 from tests.rigs.stand_ins import QWEN_05B, found_right, show_gpus, write_model
@@ -18,6 +20,7 @@ from tests.rigs.stand_ins import QWEN_05B, found_right, show_gpus, write_model
 ROOT = Path(__file__).parents[3]
 PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
 PROBLEM = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}
+SCORES = f"custom_reward_function.path={ROOT / 'examples' / 'rewards' / 'final_number.py'}"
 Dry = Callable[..., tuple[int, dict[str, str], list[str]]]
 
 
@@ -124,6 +127,24 @@ def test_own_inputs_are_not_checked_without_the_model(dry: Dry) -> None:
     code, found, problems = dry(*sizes, pipeline=str(ROOT / "pipelines" / "distill.py"))
     assert (code, problems) == (0, [])
     assert found["inputs"] == "not checked: inputs(config) may need the model, which is not there"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["reward.manager=sandbox"], f"reward.manager=sandbox, {counted(os.cpu_count() or 1, 'request')} in flight"),
+        (["reward.manager=sandbox", "reward.manager_kwargs={max_concurrent: 3}"], "sandbox, 3 requests in flight"),
+        (["reward.manager=sandbox", "reward.concurrency=7"], "reward.manager=sandbox, 7 requests in flight"),
+        (["reward.manager=rate_limited", "reward.manager_kwargs={max_concurrent: 5}"], "judge, 5 requests in flight"),
+        (
+            ["reward.manager=remote", "reward.manager_kwargs={workers: 2}", SCORES],
+            "compute_score, 2 requests in flight",
+        ),
+        ([SCORES], "compute_score, 64 requests in flight"),
+    ],
+)
+def test_what_scores_is_named_with_its_limit(dry: Dry, keys: list[str], said: str) -> None:
+    assert dry(*keys)[1]["reward"].endswith(said)
 
 
 def test_a_function_that_cannot_be_loaded_is_no_problem_of_the_models(dry: Dry, model: Path) -> None:
