@@ -29,7 +29,7 @@ def timeline(options: argparse.Namespace) -> int:
 
         check_out(options.out)
     else:
-        files.check(options.out, ".txt")
+        files.check(options.out, ".txt", ".json")
     trace = read_trace(options.run)
     if merges:
         from dataflow.timeline.merge import merge
