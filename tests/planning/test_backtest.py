@@ -14,14 +14,14 @@ from tests.rigs.simulated import job, run
 
 
 def test_a_run_that_the_model_explains_has_no_error() -> None:
-    trace = run(job(steps=20), "both")
+    trace = run(job(steps=40), "both")
     trace.meta |= {"split": 4, "max_staleness": 1}
     lines, predicted = backtest(trace, "a run")
     by_name = {line.what: line for line in lines}
     assert list(by_name)[:3] == ["wall time", "GPU pool busy", "exposed wait"]
     assert by_name["wall time"].error == pytest.approx(0, abs=0.02)
     assert by_name["rollout"].error == pytest.approx(0, abs=1e-6)
-    assert by_name["actor_update"].measured_s == pytest.approx(20 * 2.0)
+    assert by_name["actor_update"].measured_s == pytest.approx(40 * 2.0)
     assert predicted.meta["policy"] == "both predicted"
     assert by_name["advantage"].error is None
 
