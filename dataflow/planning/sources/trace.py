@@ -57,8 +57,8 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
     if missing := [name for name in ("prompts", "mini_batches") if name not in job]:
         raise DataError(
-            f"trace {source} does not say how many {missing[0].replace('_', '-')} a step has, as that of a simulation; "
-            "plan from a run, or from costs.yaml."
+            f"trace {source} does not say how many {missing[0].replace('_', '-')} a step has; it may be a "
+            "simulation's; plan from a run, or from costs.yaml."
         )
     if not trace.spans:
         raise DataError(f"trace {source} holds no task; give a run that trained at least one step.")
