@@ -149,6 +149,6 @@ def written(what: str, path: str | os.PathLike[str], fix: str = _ROOM) -> Iterat
         raise cannot_write(what, path, error, fix) from error
 
 
-def cannot_write(what: str, path: str | os.PathLike[str], error: OSError, fix: str = _ROOM) -> RunError:
-    """Returns the error of a file that cannot be written."""
-    return RunError(f"{what} {path} cannot be written: {error.strerror or error}; {fix}.")
+def cannot_write(what: str, path: str | os.PathLike[str], error: Exception, fix: str = _ROOM) -> RunError:
+    """Returns the error of a file that cannot be written; libraries have errors of their own beside OSError."""
+    return RunError(f"{what} {path} cannot be written: {getattr(error, 'strerror', None) or error}; {fix}.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dataflow.engines.verl.lora import with_adapter
 from dataflow.engines.weights import auto_class
 from dataflow.errors import ConfigError, DataError
+from dataflow.files import cannot_write, unmakable
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,8 @@ def write_model(
         replace: whether the directory may exist; it is replaced then.
 
     Raises:
-        ConfigError: the directory exists, or cannot be written.
+        ConfigError: the directory exists, or cannot be made.
+        RunError: a file cannot be written.
         DataError: the weights are not those of such a model.
     """
     import torch
@@ -87,7 +89,8 @@ def write_adapter(
         card: text of the model card, as Markdown.
 
     Raises:
-        ConfigError: the directory exists, or cannot be written.
+        ConfigError: the directory exists, or cannot be made.
+        RunError: a file cannot be written.
         DataError: the adapter is not one of this model.
     """
     with _complete(directory, replace=False) as aside:
@@ -98,8 +101,12 @@ def write_adapter(
 @contextlib.contextmanager
 def _complete(directory: Path, replace: bool) -> Iterator[Path]:
     """Yields a directory beside the one wanted, which gets that name at the end of the block unless it raises."""
+    from safetensors import SafetensorError
+
     if not replace:
         check_new(directory)
+        if (why := unmakable(directory)) is not None:
+            raise ConfigError(f"{directory}: {why}")
     aside = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         aside.mkdir(parents=True)
@@ -107,8 +114,8 @@ def _complete(directory: Path, replace: bool) -> Iterator[Path]:
         if replace and directory.is_dir():
             shutil.rmtree(directory)
         aside.rename(directory)
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be written: {error.strerror or error}; give another place.") from error
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        raise cannot_write("model", directory, error, "make room there, or give another place") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
