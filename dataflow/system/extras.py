@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 PACKAGE = "dataflow-rl"
 
 TRAIN = (
-    "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "pyarrow", "ray", "safetensors", "tensordict",
-    "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
+    "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "hydra", "omegaconf", "peft", "pyarrow", "ray",
+    "safetensors", "tensordict", "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
 )  # fmt: skip
 EXTRAS = {
-    **dict.fromkeys(TRAIN, "cpu"), "aiohttp": "http", "matplotlib": "pictures", "openai": "openai",
-    "vllm": "cpu", "watchfiles": "http",
+    **dict.fromkeys(TRAIN, "cpu"), "aiohttp": "http", "matplotlib": "pictures", "multidict": "http",
+    "openai": "openai", "vllm": "cpu", "watchfiles": "http",
 }  # fmt: skip
 """The smallest extra that installs each module which the base does without; those of ``cpu`` are in ``gpu``, too."""
 

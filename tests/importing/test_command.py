@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from dataflow.cli import main
+from dataflow.importing import settings
 from dataflow.importing.table import table
 from tests.importing.launches import GRPO, filled
 
@@ -113,3 +115,25 @@ def test_bad_input_is_one_sentence(
     assert said.count("\n") == 1
     assert Path("kept.sh").read_text() == "before"
     assert not list(Path.cwd().glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "launch"),
+    [("hydra", LAUNCH), ("omegaconf", LAUNCH), ("omegaconf", ("resolved.yaml",))],
+    ids=["hydra", "omegaconf", "file"],
+)
+def test_a_package_of_verl_that_is_missing_is_one_sentence(
+    missing: str,
+    launch: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("resolved.yaml").write_text("actor_rollout_ref: {}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    settings._default_values.cache_clear()
+    assert main(["import-verl", *launch]) == 2
+    assert "pip install 'dataflow-rl[" in capsys.readouterr().err

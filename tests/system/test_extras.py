@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
 import pytest
 
+import dataflow
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
 from dataflow.running.preparing.needs import packages
 from dataflow.system import extras
-from dataflow.system.extras import missing_extra
+from dataflow.system.extras import EXTRAS, missing_extra, required
 
 
 def raised(name: str) -> Exception:
@@ -31,6 +38,34 @@ def test_only_what_is_missing_and_of_an_extra_counts(monkeypatch) -> None:  # ty
     assert missing_extra(ConfigError("something else")) is None
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: object())
     assert missing_extra(raised("torch")) is None
+
+
+def imported() -> set[str]:
+    """Returns the modules of other packages that ours imports anywhere, without those of its helpers for tests."""
+    found: set[str] = set()
+    root = Path(dataflow.__file__).parent
+    for file in root.rglob("*.py"):
+        if file.relative_to(root).parts[0] == "testing":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            found |= {name.partition(".")[0] for name in names}
+    return found - sys.stdlib_module_names - {"dataflow"}
+
+
+def test_each_module_that_the_base_lacks_belongs_to_an_extra() -> None:
+    def plain(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", name, maxsplit=1)[0]).lower()
+
+    base, more = set[str](), {plain(each.name) for each in required("") or pytest.skip("runs from its sources")}
+    while more:
+        base |= more
+        asked = [line for name in more for line in importlib.metadata.requires(name) or ()]
+        more = {plain(line) for line in asked if ";" not in line} - base
+    packages = importlib.metadata.packages_distributions()
+    lacking = {name for name in imported() if not base & {plain(each) for each in packages.get(name, ())}}
+    assert lacking <= set(EXTRAS)
 
 
 def test_another_version_than_is_required_is_named_with_what_installs_the_right_one(

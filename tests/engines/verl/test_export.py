@@ -28,7 +28,9 @@ def test_weights_that_do_not_fit_on_the_disk(replace: bool, tmp_path: Path, tiny
     from safetensors.torch import load_file
 
     target = tmp_path / "model"
-    with pytest.raises(RunError, match=rf"^model {target} cannot be written: .*; make room there, or give another place"):
+    with pytest.raises(
+        RunError, match=rf"^model {target} cannot be written: .*; make room there, or give another place"
+    ):
         write_model(load_file(tiny_qwen / "model.safetensors"), tiny_qwen, target, "a card", replace=replace)
     assert not list(tmp_path.iterdir())
 
