@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -87,6 +86,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
         raise DataError(f"trace {path} has version {version}, this dataflow reads {VERSION}; install a newer one.")
     if not isinstance(meta, dict):
         raise DataError(f"trace {path} has no description of its run; give the trace.json of another run.")
+    if (wrong := _misfit(meta, _META, "meta")) is not None:
+        raise DataError(f"trace {path} describes its run wrongly ({wrong}); give the trace.json of another run.")
     trace = Trace(meta=meta)
     for stage in trace.declared:
         # An old trace declares which stage forms parts, and no other role.
@@ -151,12 +152,60 @@ def _lines(text: str, path: str | os.PathLike[str]) -> list[Any]:
     return events
 
 
+_NUMBER, _NONE = (int, float), type(None)
+_STAGE = {"name": str, "on": str, "role?": (str, _NONE), "every?": (int, _NONE), "reads": [[object]], "writes": [str]}
+_SERVED = {"replicas?": int, "slots?": int, "gpus?": int, "servers?": [str]}
+_LIMITS = {
+    "concurrency?": (*_NUMBER, _NONE),
+    "rpm?": (*_NUMBER, _NONE),
+    "tpm?": (*_NUMBER, _NONE),
+    "model?": (str, _NONE),
+}
+_SIZES = dict.fromkeys(("prompts?", "responses?", "mini_batches?"), (int, _NONE))
+_JOB = {"pipeline?": {"stages?": [_STAGE]}, "agents?": {str: _LIMITS}, "models?": {str: _SERVED}, **_LIMITS, **_SIZES}
+_META: dict[Any, Any] = {
+    **dict.fromkeys(("status?", "cut?"), str),
+    "steps?": (int, _NONE),
+    "resources?": {str: (int, _NONE)},
+    "policies?": [{"step": int}],
+    "job?": _JOB,
+}
+"""What is read of a trace's description; a ``?`` marks what may be missing, the key ``str`` stands for any name."""
+
+
+def _misfit(value: Any, shape: Any, where: str) -> str | None:
+    """Returns the place where a value from JSON does not have a shape, as a clause; None if it has the shape."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return f"{where} is no object"
+        rows = [(name, shape[str]) for name in value] if str in shape else list(shape.items())
+        for key, inner in rows:
+            name = key if str in shape else key.removesuffix("?")
+            if name not in value and name == key:
+                return f"{where} has no {name}"
+            if name in value and (wrong := _misfit(value[name], inner, f"{where}.{name}")) is not None:
+                return wrong
+        return None
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return f"{where} is no list"
+        places = (_misfit(each, shape[0], f"{where}[{i}]") for i, each in enumerate(value))
+        return next((wrong for wrong in places if wrong is not None), None)
+    # JSON's true and false are no numbers, as which Python counts them.
+    fits = shape is object or type(value) in (shape if isinstance(shape, tuple) else (shape,))
+    return None if fits else f"{where} is {json.dumps(value)[:40]}"
+
+
 def _take(trace: Trace, event: Any) -> None:
     kind = (event["ph"], event.get("cat"))
     if event.get("pid", PID) != PID:
         return  # an event of a merged profile
     if kind == ("X", TASK):
         own, args = _unpack(SPAN, event["args"])
+        if own["end"] < own["begin"]:
+            raise ValueError(f"it ends at {own['end']:g} s, before its begin at {own['begin']:g} s")
+        if args.get("emitted_s"):
+            args["emitted_s"] = [_seconds(at) for at in args["emitted_s"]]
         trace.add(Span(**own, args=args))
     elif kind == ("b", REQUEST):
         own, args = _unpack(MARK, event["args"])
@@ -178,14 +227,24 @@ def _unpack(keys: Mapping[str, str], args: Mapping[str, Any]) -> tuple[dict[str,
     return own, {k.removeprefix("+"): v for k, v in args.items() if k not in keys}
 
 
+_LARGEST = 2**31 - 1
+"""Largest step or part that the arrays of a page take, and the largest time in seconds."""
+
+
 def _seconds(value: Any) -> float:
-    if not math.isfinite(seconds := float(value)):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         raise ValueError(f"time {value}")
-    return seconds
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value} is no number of a step or a part")
+    return value
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("stage", "resource", "waited_for"), str),
-    **dict.fromkeys(("step", "part", "parts"), int),
+    **dict.fromkeys(("step", "part", "parts"), _count),
     **dict.fromkeys(("begin", "end"), _seconds),
 }

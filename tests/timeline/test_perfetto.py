@@ -44,14 +44,14 @@ resources = st.sampled_from(["gpu", "reward", "controller", "io"])
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     spans = st.builds(
-        Span,
+        lambda begin, seconds, **own: Span(begin=begin, end=begin + seconds, **own),
         stage=st.text(max_size=8),
         step=st.integers(0, 99),
         part=st.integers(0, 3),
         parts=st.integers(1, 4),
         resource=resources,
         begin=times,
-        end=times,
+        seconds=times,
         args=args,
         waited_for=st.text(max_size=8),
     )
@@ -298,10 +298,20 @@ def said(**args: Any) -> bytes:
     ).encode()
 
 
-def broken_event(step: Any = "one") -> str:
-    event = {"ph": "X", "cat": "task", "args": {"stage": "rollout", "step": step}}
-    other = {"format": "dataflow", "version": 1, "meta": {}}
-    return json.dumps({"traceEvents": [event], "otherData": other})
+def with_task(meta: Any = None, **args: Any) -> bytes:
+    """A file with one task, of which some facts or the description are other ones."""
+    task = {"stage": "rollout", "step": 1, "part": 0, "parts": 1, "resource": "gpu", "waited_for": ""}
+    task |= {"begin_s": 1.0, "end_s": 2.0, **args}
+    other = {"format": "dataflow", "version": 1, "meta": meta or {}}
+    event = {"ph": "X", "cat": "task", "name": "rollout 1", "args": task}
+    return json.dumps({"traceEvents": [event], "otherData": other}).encode()
+
+
+def declaring(*stages: Any) -> bytes:
+    return with_task({"job": {"pipeline": {"stages": list(stages)}}})
+
+
+STAGE = {"name": "rollout", "on": "gpu", "role": "samples", "every": None, "reads": [["prompts"]], "writes": ["texts"]}
 
 
 @pytest.mark.parametrize(
@@ -333,8 +343,24 @@ def broken_event(step: Any = "one") -> str:
             b'{"traceEvents": [3], "otherData": {"format": "dataflow", "version": 1, "meta": {}}}',
             "broken event",
         ),
-        (broken_event().encode(), "broken event"),
-        (broken_event(float("inf")).encode(), "broken event"),
+        (with_task(step="one"), "broken event"),
+        (with_task(step=float("inf")), "broken event"),
+        (with_task(part=2**63), "broken event"),
+        (with_task(parts=True), "broken event"),
+        (with_task(end_s=0.5), "broken event .*it ends at 0.5 s, before its begin at 1 s"),
+        (with_task(end_s=True), "broken event .*time True"),
+        (with_task(end_s=1e300), "broken event .*time 1e"),
+        (with_task(emitted_s=[1.5, None]), "broken event .*time None"),
+        (with_task({"job": []}), r"describes its run wrongly \(meta.job is no object\)"),
+        (with_task({"job": {"pipeline": {"stages": -1}}}), r"\(meta.job.pipeline.stages is no list\)"),
+        (with_task({"job": {"agents": {"judge": 3}}}), r"\(meta.job.agents.judge is no object\)"),
+        (with_task({"resources": {"gpu": True}}), r"\(meta.resources.gpu is true\)"),
+        (with_task({"policies": [{}]}), r"\(meta.policies\[0\] has no step\)"),
+        (declaring(STAGE, None), r"stages\[1\] is no object\)"),
+        (declaring({k: v for k, v in STAGE.items() if k != "name"}), r"stages\[0\] has no name\)"),
+        (declaring({**STAGE, "name": {}}), r"stages\[0\].name is {}\)"),
+        (declaring({**STAGE, "writes": None}), r"stages\[0\].writes is no list\)"),
+        (declaring({**STAGE, "reads": [3]}), r"stages\[0\].reads\[0\] is no list\)"),
     ],
 )
 def test_what_is_no_trace_is_said_in_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
@@ -344,6 +370,11 @@ def test_what_is_no_trace_is_said_in_one_sentence(tmp_path: Path, content: bytes
         perfetto.read(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_whole_description_of_a_run_is_read(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_bytes(declaring(STAGE))
+    assert perfetto.read(tmp_path / "trace.json").roles == {"rollout": "samples"}
 
 
 def test_a_packed_trace_is_read_and_a_torn_one_said(tmp_path: Path) -> None:

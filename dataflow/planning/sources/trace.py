@@ -55,7 +55,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     job = trace.meta.get("job")
     if not isinstance(job, dict) or "pipeline" not in job:
         raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
-    if missing := [name for name in ("prompts", "mini_batches") if name not in job]:
+    if missing := [name for name in ("prompts", "mini_batches") if job.get(name) is None]:
         raise DataError(
             f"trace {source} does not say how many {missing[0].replace('_', '-')} a step has; it may be a "
             "simulation's; plan from a run, or from costs.yaml."
