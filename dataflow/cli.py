@@ -19,7 +19,8 @@ from dataflow.commands.trace import read_trace
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
 from dataflow.system.stopping import stopping
-from dataflow.system.supervisor import open_standard_streams, report
+from dataflow.system.streams import open_standard_streams, take_any_character
+from dataflow.system.supervisor import report
 
 if TYPE_CHECKING:
     from dataflow.running.reporting.progress import Progress
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if own:
         open_standard_streams()
+        take_any_character()
         if completion.asked():
             completion.answer(parser)
     # Options may come between key=value arguments, which argparse alone does not accept.

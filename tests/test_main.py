@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 
 pytestmark = pytest.mark.timeout(60)
 
-PIPELINE = Path(__file__).parents[1] / "pipelines" / "gsm8k_grpo.py"
+ROOT = Path(__file__).parents[1]
+PIPELINE = ROOT / "pipelines" / "gsm8k_grpo.py"
+TRACE = ROOT / "docs" / "traces" / "both.json.gz"
 # As the console script that an install writes.
 SCRIPT = "import sys; from dataflow.__main__ import main; sys.exit(main())"
 STARTS = {"module": ["-m", "dataflow"], "script": ["-c", SCRIPT]}
@@ -43,3 +46,16 @@ def test_the_exit_code_of_a_command_is_kept() -> None:
     for arguments, code in (["--version"], 0), (["show", "no_such_file.py"], 2), (["shoe"], 2):
         ended = subprocess.run([sys.executable, "-m", "dataflow", *arguments], capture_output=True, timeout=30)
         assert ended.returncode == code, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "ascii:surrogateescape", "utf-8"])
+def test_characters_that_stdout_lacks_are_replaced(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "kosten-ü-\udcff.yaml").write_text((ROOT / "examples" / "costs.yaml").read_text())
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    for words in (["timeline", str(TRACE)], ["plan", "kosten-ü-\udcff.yaml", "steps=2"]):
+        command = [sys.executable, "-m", "dataflow", *words]
+        ended = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment, timeout=30)
+        assert ended.returncode == 0, ended.stderr.decode()
+        assert not ended.stderr
+        assert b"both" in ended.stdout

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dataflow.system.stopping import SIGNALS, stopping
+from dataflow.system.streams import open_standard_streams
 
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
 STARTING_S = 4.0
@@ -102,22 +103,6 @@ def supervise(work: Callable[[], int], finish: Summarise) -> int:
         return _supervised(work, parent, sends)
     os.close(sends)
     return Supervisor(child, receives, finish).run()
-
-
-def open_standard_streams() -> None:
-    """Opens the null device for each standard stream that is closed (``>&-``).
-
-    Otherwise the next file or pipe would get its number, and the output.
-    """
-    names = ("stdin", "stdout", "stderr")
-    for number, name in enumerate(names):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
-            os.set_inheritable(number, True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def _supervised(work: Callable[[], int], parent: int, channel: int) -> int:
