@@ -17,12 +17,19 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``, which replaces ``path`` at the end of the block unless that raises."""
+    """Yields a temporary path beside ``path``, which replaces ``path`` at the end of the block unless that raises.
+
+    An OSError of a write, which has no name of a file, gets that of ``path``.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield temporary
         temporary.replace(target)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dataflow.config.base import BaseConfig
 from dataflow.errors import ConfigError
-from dataflow.files import unmakable
+from dataflow.files import unmakable, written
 
 LOCK = ".lock"
 """File of a run's directory that its process locks, with the id of that process."""
@@ -80,6 +80,16 @@ def remove_temporary(directory: Path) -> None:
 def remove_directory(directory: Path, parents: Sequence[Path]) -> None:
     """Removes a run's directory, and the parents that were made for it."""
     shutil.rmtree(directory)
+    _remove_empty(parents)
+
+
+def remove_blank(directory: Path, parents: Sequence[Path]) -> None:
+    """Does the same if the directory holds no more than the file of its lock; needs no lock."""
+    (directory / LOCK).unlink(missing_ok=True)
+    _remove_empty([directory, *parents])
+
+
+def _remove_empty(parents: Sequence[Path]) -> None:
     with contextlib.suppress(OSError):  # another run has begun in one of them
         for parent in parents:
             parent.rmdir()
@@ -90,7 +100,8 @@ def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a run's directory; the system releases it when the process ends, however that happens.
 
     Raises:
-        ConfigError: another process holds it, since the run has not ended; or the directory cannot be written.
+        ConfigError: another process holds it, since the run has not ended; or its file cannot be opened.
+        RunError: the file cannot be written.
     """
     try:
         opened = (directory / LOCK).open("a+")
@@ -107,9 +118,10 @@ def locked(directory: Path) -> Iterator[None]:
             raise ConfigError(
                 f"run '{directory}' is still running{f' (process {who})' if who else ''}; wait for its end, or stop it."
             ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with written("lock", directory / LOCK):
+            file.truncate(0)
+            # Unbuffered: what could not be written would be written again when the file is closed.
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 

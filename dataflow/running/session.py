@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.running.attempt import Attempt
 from dataflow.running.auto import AutoPolicy, facts_of, within
-from dataflow.running.directory import locked, make_directory, remove_directory, remove_temporary
+from dataflow.running.directory import locked, make_directory, remove_blank, remove_directory, remove_temporary
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.record import Backends, Record
@@ -103,7 +103,7 @@ class Session:
             self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
         self._server = self._server or server_of(self.config)
-        with stopping, self._no_server_left(), locked(self.directory):
+        with stopping, self._no_server_left(), self._nothing_blank_left(made), locked(self.directory):
             remove_temporary(self.directory)
             if self._resumes and complete(self.directory, self.graph.steps) is not None:
                 raise ConfigError(f"run '{self.directory}' is complete: another process has resumed it meanwhile.")
@@ -117,6 +117,8 @@ class Session:
                     remove_directory(self.directory, made)
                 raise
             except BaseException as error:
+                if isinstance(error, RunError) and self._blank():
+                    raise
                 if self.summary.get("status") == "finished":  # a service or a file could not be closed
                     with contextlib.suppress(RunError):
                         self.record.write_summary(status="failed")
@@ -196,6 +198,19 @@ class Session:
                     f"{message}; restart {restarts} of {self.config.recoveries}: the run resumes from "
                     f"{f'its checkpoint of step {point.step}' if point else 'its beginning, as it has no checkpoint'}."
                 )
+
+    @contextlib.contextmanager
+    def _nothing_blank_left(self, made: Sequence[Path]) -> Iterator[None]:
+        """Removes the directory, and the parents made for it, if not even the configuration could be written."""
+        try:
+            yield
+        except RunError:
+            if self._blank():
+                remove_blank(self.directory, made)
+            raise
+
+    def _blank(self) -> bool:
+        return not self._resumes and not (self.directory / saved.CONFIG).exists()
 
     @contextlib.contextmanager
     def _no_server_left(self) -> Iterator[None]:

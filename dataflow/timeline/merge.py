@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError, RunError
-from dataflow.files import replaced, unwritable
+from dataflow.files import cannot_write, replaced, unwritable
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
 
@@ -42,8 +42,8 @@ def merge(trace: Trace, profiles: Sequence[str | os.PathLike[str]], out: str | o
         ``out``.
 
     Raises:
-        DataError: the trace lacks its exact start time; a file is not a profile, is broken or of another time; or
-            ``out`` cannot be written.
+        DataError: the trace lacks its exact start time; a file is not a profile, is broken or of another time.
+        RunError: ``out`` cannot be written.
     """
     check_out(out)
     assert out is not None
@@ -61,7 +61,8 @@ def merge(trace: Trace, profiles: Sequence[str | os.PathLike[str]], out: str | o
                 writer.raw(profile.moved(zero))
             writer.close(trace)
     except (RunError, OSError) as error:
-        raise DataError(f"merge: {out} cannot be written: {error.__cause__ or error}") from error
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error  # the writer names its own file
+        raise cannot_write("trace", out, cause, "make room there, or give another name") from error
     return str(out)
 
 
@@ -74,7 +75,7 @@ def check_out(out: str | os.PathLike[str] | None) -> None:
     if out is None or Path(out).suffix.lower() != ".json":
         raise DataError(f"merge: -o {out or 'is missing'}; give it the name of a .json file, -o merged.json.")
     if (why := unwritable(out)) is not None:
-        raise DataError(f"merge: -o {out}: {why}")
+        raise DataError(f"-o {out}: {why}")
 
 
 @dataclass

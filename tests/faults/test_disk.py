@@ -137,3 +137,62 @@ def test_a_run_ends_with_one_sentence(tmp_path: Path, tiny_qwen: Path) -> None:
     assert re.fullmatch(r"stopped after \d+ of 500 steps; 'dataflow timeline .*' draws .*", last), last
     assert "cannot be written" in said[0]
     assert '"status": "failed"' in (tmp_path / "runs" / "full" / "summary.json").read_text()
+
+
+PLAIN = """
+from dataflow import Pipeline, stage
+
+@stage(writes="seen", on="gpu", role="trains")
+def train(numbers):
+    return numbers
+
+def pipeline(config):
+    return Pipeline([train], inputs=["numbers"])
+
+def inputs(config):
+    return {"numbers": lambda step: [step]}
+"""
+TRACE = Path(__file__).parents[2] / "docs" / "traces" / "both.json.gz"
+
+
+def with_files_of(most: int, place: Path, *words: str) -> str:
+    """Runs a command that cannot write files of more bytes; returns what it says on stderr."""
+    command = [sys.executable, "-c", LIMITED, str(most), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=place, timeout=50)
+    assert ended.returncode == 1, ended.stderr
+    assert not ended.stdout
+    return ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("most", "file"), [(0, "lock runs/made/a/.lock"), (50, "configuration runs/made/a/config.yaml")]
+)
+def test_a_run_that_cannot_write_its_first_files_leaves_nothing(most: int, file: str, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    said = with_files_of(most, tmp_path, "run", "plain.py", "steps=1", "name=a", "runs=runs/made")
+    assert (
+        said
+        == f"RunError: {file} cannot be written: File too large; make room there, or let runs= name another place.\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["timeline", str(TRACE), "-o", "x.html"], "x.html"),
+        (["timeline", str(TRACE), "-o", "x.txt"], "x.txt"),
+        (["timeline", str(TRACE), "-o", "x.json"], "trace x.json"),
+        (["plan", str(Path(__file__).parents[2] / "examples" / "costs.yaml"), "steps=2", "-o", "x.png"], "x.png"),
+        (["show", str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py"), "-o", "x.mmd"], "x.mmd"),
+    ],
+    ids=lambda value: Path(value).suffix if isinstance(value, str) else value[0],
+)
+def test_a_drawing_that_cannot_be_written_is_named(words: list[str], what: str, tmp_path: Path) -> None:
+    said = with_files_of(50, tmp_path, *words)
+    assert re.fullmatch(rf"RunError: {re.escape(what)} cannot be written: File too large; make room there.*\.\n", said)
+    assert not list(tmp_path.iterdir())
