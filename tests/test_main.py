@@ -59,3 +59,16 @@ def test_characters_that_stdout_lacks_are_replaced(encoding: str, tmp_path: Path
         assert ended.returncode == 0, ended.stderr.decode()
         assert not ended.stderr
         assert b"both" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["doctor"], ["run", str(PIPELINE), "dry=true"], ["run", str(PIPELINE)]], ids=len)
+def test_a_working_directory_that_was_removed_is_one_sentence(words: list[str], tmp_path: Path) -> None:
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-c", SCRIPT, *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=30)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr == (
+        "ConfigError: the working directory cannot be found (No such file or directory), it may have been removed; "
+        "change to another one.\n"
+    )

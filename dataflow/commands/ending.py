@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 
-from dataflow.errors import DataflowError, Interrupted, UserError
+from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.system.extras import missing_extra
 from dataflow.system.secrets.redaction import redact
 from dataflow.system.stopping import stopping
@@ -24,6 +24,7 @@ def act(options: argparse.Namespace) -> int:
     """
     with stopping:
         try:
+            _check_place()
             code = int(options.act(options) or 0)
             sys.stdout.flush()
             return code
@@ -57,6 +58,17 @@ def act(options: argparse.Namespace) -> int:
             return 2
         except BaseException:
             return interrupted()
+
+
+def _check_place() -> None:
+    """Raises a ConfigError in a working directory that was removed, where even imports of libraries fail."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory cannot be found ({error.strerror}), it may have been removed; change to "
+            "another one."
+        ) from error
 
 
 def interrupted() -> int:
