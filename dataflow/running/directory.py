@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dataflow.config.base import BaseConfig
+from dataflow.config.loading.saved import CONFIG
 from dataflow.errors import ConfigError
-from dataflow.files import unmakable, written
+from dataflow.files import nearest_run, unmakable, written
 
 LOCK = ".lock"
 """File of a run's directory that its process locks, with the id of that process."""
@@ -31,6 +32,21 @@ def check_directory(config: BaseConfig) -> None:
         raise ConfigError(f"runs={config.runs}: {why}")
     if config.name and _taken(runs / config.name, config):
         raise ConfigError(f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it.")
+
+
+def check_run(directory: Path) -> None:
+    """Checks that there is a run in a directory.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (directory / CONFIG).is_file():
+        return
+    # A configuration alone may be that of a project around the runs.
+    runs = (parent for parent in directory.parents if (parent / CONFIG).is_file())
+    inside = next((parent for parent in runs if (parent / "trace.json").is_file()), None)
+    near = f"; give the run's directory, {inside}." if inside else nearest_run(directory)
+    raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
 
 
 def make_directory(config: BaseConfig, stem: str) -> Path:

@@ -13,10 +13,9 @@ from dataflow.config.loading.saved import CONFIG, Saved
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, counted
-from dataflow.files import nearest_run
 from dataflow.rewards.ledger.file import check_file
 from dataflow.rewards.naming import MAIN, file_of
-from dataflow.running.directory import check_unlocked
+from dataflow.running.directory import check_run, check_unlocked
 from dataflow.running.preparing.prompts import settle
 from dataflow.running.remains import complete
 from dataflow.running.reporting.progress import Progress
@@ -128,12 +127,7 @@ def _checked(
     Raises:
         UserError: there is no such run, it is still running, or a key may not change.
     """
-    if not (directory / CONFIG).is_file():
-        # A configuration alone may be that of a project around the runs.
-        runs = (parent for parent in directory.parents if (parent / CONFIG).is_file())
-        inside = next((parent for parent in runs if (parent / "trace.json").is_file()), None)
-        near = f"; give the run's directory, {inside}." if inside else nearest_run(directory)
-        raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
+    check_run(directory)
     check_unlocked(directory)
     saved = Saved(directory / CONFIG, module)
     before, after = saved.before(), saved.config(overrides)

@@ -9,7 +9,7 @@ from typing import Any
 
 from dataflow.config.loading.saved import CONFIG, read_values
 from dataflow.errors import ConfigError, counted
-from dataflow.files import nearest_run
+from dataflow.running.directory import check_run
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 
@@ -35,8 +35,7 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
     Raises:
         UserError: the run, the checkpoint or the model is missing, the directory exists, or there is no adapter.
     """
-    if not (run / CONFIG).is_file():
-        raise ConfigError(f"no run at '{run}'{nearest_run(run) or '; give a run directory (runs/NAME).'}")
+    check_run(run)
     point = _checkpoint(run, step)
     name = ADAPTER if adapter else MODEL
     target = directory or run / (name if step is None else f"{name}-{step}")

@@ -127,3 +127,11 @@ def test_only_a_step_can_be_given(words: list[str]) -> None:
 
     with pytest.raises(ConfigError, match=r"export takes step=N alone"):
         step_of(words)
+
+
+def test_a_directory_without_a_run_does_not_suggest_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    for command in ("export", "resume"):
+        assert main([command, str(tmp_path / "a")]) == 2
+        said = capsys.readouterr().err
+        assert said == f"ConfigError: no run at '{tmp_path / 'a'}'; give a run directory (runs/NAME).\n"
