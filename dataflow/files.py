@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +20,18 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside ``path``, which replaces ``path`` at the end of the block unless that raises.
 
+    A pipe or a device is not replaced, but gets the content.
     An OSError of a write, which has no name of a file, gets that of ``path``.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield temporary
-        temporary.replace(target)
+        if target.is_fifo() or target.is_char_device():
+            with temporary.open("rb") as source, target.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+        else:
+            temporary.replace(target)
     except OSError as error:
         if error.filename in (None, str(temporary)):
             error.filename = str(path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from dataflow.commands.trace import read_trace
@@ -30,11 +32,13 @@ def timeline(options: argparse.Namespace) -> int:
         check_out(options.out)
     else:
         files.check(options.out, ".txt", ".json")
+    profiles = [*profiles_of(options.run), *(options.merge or ())]
+    _check_apart(options.out, [options.run, Path(options.run) / "trace.json", *profiles])
     trace = read_trace(options.run)
     if merges:
         from dataflow.timeline.merge import merge
 
-        merge(trace, [*profiles_of(options.run), *(options.merge or ())], options.out)
+        merge(trace, profiles, options.out)
     elif kind == ".txt":
         with replaced(options.out) as temporary:
             temporary.write_text(_text(trace), encoding="utf-8")
@@ -48,6 +52,14 @@ def timeline(options: argparse.Namespace) -> int:
     else:
         print(_text(trace), end="")
     return 0
+
+
+def _check_apart(out: str | None, read: Sequence[str | Path]) -> None:
+    """Raises a ConfigError if the file to write is one that is read: the run would lose its own trace."""
+    if out is None or not os.path.exists(out):
+        return
+    if any(os.path.samefile(out, each) for each in read if os.path.exists(each)):
+        raise ConfigError(f"-o {out}: the command reads this file; give another name.")
 
 
 def _text(trace: Trace) -> str:

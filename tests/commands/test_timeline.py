@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +42,39 @@ def test_a_file_is_written_beside_json_and_in_capitals(
 def test_another_kind_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(run), "-o", str(run / "x.gif")]) == 2
     assert "give a name in .html, .png, .svg, .txt." in capsys.readouterr().err
+
+
+def test_a_file_that_is_read_is_not_replaced(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    Path("link.json").symlink_to("trace.json")
+    Path("profile.json").write_text("[]")
+    before = Path("trace.json").read_bytes()
+    own = [(".", "trace.json"), (str(run), "link.json"), ("trace.json", str(run / "trace.json"))]
+    for words in (*((of, "-o", out) for of, out in own), (".", "-o", "profile.json", "--merge", "profile.json")):
+        assert main(["timeline", *words]) == 2
+        said = capsys.readouterr().err
+        assert said == f"ConfigError: -o {words[2]}: the command reads this file; give another name.\n"
+    assert Path("trace.json").read_bytes() == before
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["x.txt", "x.json", "x.svg"])
+def test_a_pipe_gets_the_content(run: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.mkfifo(run / name)
+    with (tmp_path_factory.mktemp("got") / name).open("w+b") as got:
+        reader = subprocess.Popen(["cat", str(run / name)], stdout=got)
+        try:
+            assert main(["timeline", str(run), "-o", str(run / name)]) == 0
+            assert reader.wait(5) == 0
+        finally:
+            reader.kill()
+            reader.wait()
+        got.seek(0)
+        assert len(got.read()) > 1000
+    assert (run / name).is_fifo()
+    assert sorted(file.name for file in run.iterdir()) == ["trace.json", name]
 
 
 @pytest.mark.timeout(30)
