@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.commands import completion
 from dataflow.commands.arguments import Parser, Version, as_key, is_dry
-from dataflow.commands.ending import act
+from dataflow.commands.ending import act, unreadable_logging
 from dataflow.commands.trace import read_trace
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    if own and _trains(options):
+    if own and _trains(options) and unreadable_logging() is None:  # otherwise `act` says why
         from dataflow.running.remains import finish_killed
         from dataflow.system.supervisor import can_supervise, supervise
 

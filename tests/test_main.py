@@ -72,3 +72,15 @@ def test_a_working_directory_that_was_removed_is_one_sentence(words: list[str], 
         "ConfigError: the working directory cannot be found (No such file or directory), it may have been removed; "
         "change to another one.\n"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["LOGURU_LEVEL=xx", "LOGURU_FORMAT={bad", "LOGURU_DEBUG_NO=x"])
+@pytest.mark.parametrize("words", [["timeline", str(TRACE)], ["show", str(PIPELINE)], ["run", str(PIPELINE)]], ids=str)
+def test_logging_that_the_environment_sets_wrongly_is_one_sentence(words: list[str], setting: str) -> None:
+    name, _, value = setting.partition("=")
+    command = [sys.executable, "-m", "dataflow", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, name: value}, timeout=30)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith(f"ConfigError: loguru cannot be set up by {name} of the environment (")
+    assert len(ended.stderr.splitlines()) == 1

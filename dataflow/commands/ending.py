@@ -56,8 +56,23 @@ def act(options: argparse.Namespace) -> int:
                 return interrupted()
             print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
             return 2
+        except ValueError:
+            if (why := unreadable_logging()) is None:
+                return interrupted()
+            print(f"ConfigError: {one_line(why)}", file=sys.stderr)
+            return 2
         except BaseException:
             return interrupted()
+
+
+def unreadable_logging() -> str | None:
+    """Returns a sentence about variables of the environment with which loguru cannot be imported; None if it can be."""
+    try:
+        import loguru  # noqa: F401
+    except ValueError as error:
+        names = ", ".join(sorted(name for name in os.environ if name.startswith("LOGURU_")))
+        return f"loguru cannot be set up by {names} of the environment ({error}); correct it, or unset it."
+    return None
 
 
 def _check_place() -> None:
