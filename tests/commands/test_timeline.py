@@ -41,7 +41,7 @@ def test_a_file_is_written_beside_json_and_in_capitals(
 
 def test_another_kind_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(run), "-o", str(run / "x.gif")]) == 2
-    assert "give a name in .html, .png, .svg, .txt." in capsys.readouterr().err
+    assert "give a name in .html, .png, .svg, .txt, .json." in capsys.readouterr().err
 
 
 def test_a_file_that_is_read_is_not_replaced(

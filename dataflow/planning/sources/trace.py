@@ -55,9 +55,10 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     job = trace.meta.get("job")
     if not isinstance(job, dict) or "pipeline" not in job:
         raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
-    if missing := [name for name in ("prompts", "mini_batches") if job.get(name) is None]:
+    said = {"prompts": "prompts" in job, "mini-batches": job.get("mini_batches") is not None}
+    if missing := [name for name, known in said.items() if not known]:
         raise DataError(
-            f"trace {source} does not say how many {missing[0].replace('_', '-')} a step has; it may be a "
+            f"trace {source} does not say how many {missing[0]} a step has; it may be a "
             "simulation's; plan from a run, or from costs.yaml."
         )
     if not trace.spans:
@@ -160,7 +161,7 @@ def _sizes(job: Mapping[str, Any], trace: Trace, pipeline: Pipeline, assumed: li
             f"the run has no number of groups, so that no policy can split its steps; {counted(prompts, 'group')} a "
             "step would be one for each mini-batch (groups=NUMBER in the run)."
         )
-    if "responses" in job:
+    if job.get("responses") is not None:
         return int(prompts), int(job["responses"])
     steps: dict[int, int] = {}
     for s in trace.spans:
