@@ -33,7 +33,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
         else:
             temporary.replace(target)
     except OSError as error:
-        if error.filename in (None, str(temporary)):
+        if error.errno is not None and error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
     finally:
