@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def confirmed(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that changed its policy twice, to read."""
     directory = tmp_path_factory.mktemp("changed")
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +85,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(auto, "latency_changed", lambda *_trace, whole: False)
         patch.setattr(auto, "forecast", scripted(policy(4, 1), policy(1, 0)))
         confirmed(patch)
-        yield begin(directory)
+        return begin(directory)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -183,9 +183,7 @@ def test_a_run_that_ends_soon_after_a_change_says_at_its_end_what_came_of_it(
     run = begin(tmp_path, steps=8)
     (change,) = json.loads((run / "summary.json").read_text())["switches"]
     assert change["measured_s"] > 0
-    said = capfd.readouterr().err
-    assert said.count(f"s a step since step {change['step']}, predicted 1 s") == 1
-    assert "reward.concurrency=128" not in said, "the toy's steps take milliseconds, not 2 s"
+    assert capfd.readouterr().err.count(f"s a step since step {change['step']}, predicted 1 s") == 1
 
 
 @pytest.mark.slow
