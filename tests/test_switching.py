@@ -154,6 +154,7 @@ def test_a_part_has_no_group_of_another_one_however_a_step_begins(number):
     check_trace(trace, after, busy=False)
 
 
+@pytest.mark.slow
 @QUICK
 @given(DICE, st.integers(0, 999), st.sampled_from(["arrival", "index"]), st.integers(1, 3))
 def test_versions_are_those_of_each_steps_policy(dice, seed, order, gpus):

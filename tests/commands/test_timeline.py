@@ -59,6 +59,7 @@ def test_a_file_that_is_read_is_not_replaced(
     assert Path("trace.json").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["x.txt", "x.json", "x.svg"])
 def test_a_pipe_gets_the_content(run: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:

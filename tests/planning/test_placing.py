@@ -39,6 +39,7 @@ def test_a_quick_model_that_wakes_slowly_stays_on_its_own_gpus() -> None:
     assert "placement=own is faster" in sentences(load(QUICK, wake=5.0), 8)[0]
 
 
+@pytest.mark.slow
 def test_a_slow_model_that_wakes_at_once_shares_them() -> None:
     # Its servers need all GPUs while training needs all GPUs, one after the other, with one policy for both.
     slow = load(JUDGE, wake=0.0)

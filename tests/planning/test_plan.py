@@ -173,6 +173,7 @@ def test_a_run_that_changed_its_policy_is_not_replayed_and_says_where_it_is(
     assert f"not replayed: its policy changed during the run (dataflow compare {tmp_path} --predicted" in out
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_text_says(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=30"]

@@ -458,6 +458,7 @@ def test_a_model_that_is_not_whole(refused: Said, model: Path, name: str, conten
     assert not {"torch", "transformers", "ray", "vllm"} & (set(sys.modules) - before), "it is said before these load"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -18,6 +18,7 @@ def loaded(code: str, *arguments: str) -> list[str]:
     return list(json.loads(done.stdout.splitlines()[-1].replace("'", '"')))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

@@ -54,6 +54,7 @@ def imported() -> set[str]:
     return found - sys.stdlib_module_names - {"dataflow"}
 
 
+@pytest.mark.slow
 def test_each_module_that_the_base_lacks_belongs_to_an_extra() -> None:
     def plain(name: str) -> str:
         return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", name, maxsplit=1)[0]).lower()

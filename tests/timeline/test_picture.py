@@ -29,6 +29,7 @@ def run(policy: str = "both", rest: float = 0.5) -> Trace:
     return trace
 
 
+@pytest.mark.slow
 def test_a_png_is_1400_pixels_wide(tmp_path: Path) -> None:
     path = tmp_path / "runs.png"
     draw({"baseline": run(), "my_run $1-2": run(rest=0.1)}, path, title="Two runs")

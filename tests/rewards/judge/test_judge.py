@@ -523,6 +523,7 @@ def test_a_password_in_the_address_is_sent_and_never_shown() -> None:
     assert str(error).endswith("answered 401: not Basic ***")
 
 
+@pytest.mark.slow
 def test_through_the_agent(server: JudgeProcess) -> None:
     from dataflow.running.services.agent import build_agent
 
