@@ -75,7 +75,7 @@ class Scorer:
         if router is not None:
             router.open(limiter.queues, retry.deadline_s)
         self.counts: Counter[str] = Counter()
-        self._told_until = 0.0
+        self._logged_until = 0.0
 
     def score(self, job: ScoringJob) -> None:
         """Queues a job, new or after its backoff; ``limiter.fill`` starts it."""
@@ -181,10 +181,10 @@ class Scorer:
         """
         return max([call.seconds, *(clock.now() - slower.begin for slower in job.live)]) if job.live else call.seconds
 
-    def _tell_long(self, pause_s: float, queue: EndpointQueue) -> None:
+    def _log_long_pause(self, pause_s: float, queue: EndpointQueue) -> None:
         """Logs a long pause, which looks like a run that stands still; during it, no further one."""
-        if pause_s > LONG_S and clock.now() >= self._told_until:
-            self._told_until = clock.now() + pause_s
+        if pause_s > LONG_S and clock.now() >= self._logged_until:
+            self._logged_until = clock.now() + pause_s
             logger.warning(
                 "reward agent: {} asks for a pause of {:.0f} s (Retry-After), in which nothing is sent to it; lower "
                 "reward.concurrency, or set reward.rpm.",
@@ -205,7 +205,7 @@ class Scorer:
                 job.throttled += 1
             if pause_s:
                 queue.pause(pause_s)
-                self._tell_long(pause_s, queue)
+                self._log_long_pause(pause_s, queue)
         elsewhere = self._router is not None and self._router.failed(queue.name, error)
         if self._router is not None and is_doubtful(error):
             job.doubted = (*job.doubted, queue.name)

@@ -53,7 +53,7 @@ class Replicas:
         slots: samples that a replica decodes at once (vLLM's ``max_num_seqs``); it gets no group while it has that
             many.
         nodes: of the cluster that they run on; None leaves them to Ray.
-        paths: that every engine reads; their nodes are compared with this process's.
+        paths: that every engine reads, where their nodes are compared with this process's; None on one machine.
 
     Raises:
         ConfigError: a number is out of range, Ray does not run, a node does not see a path or has another version of

@@ -16,7 +16,7 @@ from dataflow.models.directory import room_of
 from dataflow.models.size import count
 from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
-from dataflow.running.services.nodes import agent_place, model_files, node_rules
+from dataflow.running.services.nodes import agent_place, model_files, node_rules, on_cluster
 from dataflow.running.services.servers import servers_host
 from dataflow.running.services.training import check_reader, check_training, profiler_of
 from dataflow.stage import Hosted
@@ -380,7 +380,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "devices": workers,
             "threads": config.trainer.threads,
             "nodes": node_rules(config).get("rollout"),
-            "paths": SharedPaths("rollout", **model_files(config.model.path)),
+            "paths": SharedPaths("rollout", **model_files(config.model.path)) if on_cluster(config) else None,
         }
         factory, gpus, workers = REPLICAS, 0.0, 1
     return Hosted(

@@ -10,6 +10,7 @@ from typing import Any
 
 from dataflow.cluster.joined import running
 from dataflow.cluster.nodes import NodeRule
+from dataflow.config.base import BaseConfig
 from dataflow.config.reward import Source, model_of
 from dataflow.config.served import PromptConfig
 from dataflow.errors import ConfigError, nearest
@@ -20,6 +21,11 @@ from dataflow.stage import Hosted
 
 CONTROLLER = "controller"
 """The service of stages that no other hosts."""
+
+
+def on_cluster(config: BaseConfig) -> bool:
+    """Whether the run joins a cluster, of one node or several."""
+    return config.executor == "ray" and (config.ray.address is not None or running())
 
 
 def node_rules(config: Any) -> dict[str, NodeRule]:
@@ -61,7 +67,7 @@ def check_nodes(config: Any, hosts: Mapping[str, Hosted]) -> None:
             raise ConfigError(
                 f"{key} has no effect with executor={config.executor}; give executor=ray, or leave it out."
             )
-        if config.ray.address is None and not running():
+        if not on_cluster(config):
             raise ConfigError(
                 f"{key} has no effect on a Ray of the run's own, which is on this machine alone; give ray.address, or "
                 "leave it out."

@@ -11,16 +11,15 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.cluster.joined import own_address, running
+from dataflow.cluster.joined import own_address
 from dataflow.cluster.nodes import NodeRule, Places, lacking, nodes_of
 from dataflow.cluster.paths import Where
 from dataflow.cluster.shared_paths import SharedPaths
-from dataflow.config.base import BaseConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.rewards.models.placed.site import PlacedSite
 from dataflow.rewards.models.server import server_command
 from dataflow.rewards.models.site import ServerPlan
-from dataflow.running.services.nodes import model_files, node_rules
+from dataflow.running.services.nodes import model_files, node_rules, on_cluster
 from dataflow.system.loopback import ADDRESS
 
 
@@ -32,11 +31,6 @@ def is_placed(config: Any, name: str) -> bool:
         name: of the model, which the run serves.
     """
     return on_cluster(config) and (name in config.ray.nodes or bool(config.ray.gpus_per_worker))
-
-
-def on_cluster(config: BaseConfig) -> bool:
-    """Whether the run joins a cluster, of one node or several."""
-    return config.executor == "ray" and (config.ray.address is not None or running())
 
 
 class PlacedModel:

@@ -31,8 +31,8 @@ from dataflow.rewards.user.build import scores_alone
 from dataflow.rewards.user.function import load_reward, takes
 from dataflow.running.services.colocation import flag_of, sleepers_of
 from dataflow.running.services.hosting import REWARD, gpus_of
-from dataflow.running.services.nodes import CONTROLLER
-from dataflow.running.services.placed_models import PlacedModel, is_placed, listening_address, on_cluster, plan_of
+from dataflow.running.services.nodes import CONTROLLER, on_cluster
+from dataflow.running.services.placed_models import PlacedModel, is_placed, listening_address, plan_of
 from dataflow.stage import Hosted
 
 LOGS = "servers"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dataflow.cluster.shared_paths import SharedPaths
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
 from dataflow.errors import ConfigError, UserError
@@ -84,6 +85,17 @@ def test_replicas_are_given_what_one_is(vllm_for: Any) -> None:
     several = host(engine={"replicas": 2})
     assert several.factory == REPLICAS
     assert several.options["options"] == host().options
+
+
+def test_replicas_on_a_cluster_are_to_see_the_model(
+    vllm_for: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_for("cpu")
+    monkeypatch.setattr("dataflow.running.services.nodes.running", lambda: False)
+    (tmp_path / "config.json").write_text("{}")
+    sections: dict[str, Any] = {"engine": {"rollout": "vllm", "replicas": 2}, "model": {"path": str(tmp_path)}}
+    found = [host(**sections, ray={"address": address}).options["paths"] for address in (None, "auto")]
+    assert found == [None, SharedPaths("rollout", {"model.path": str(tmp_path)})]
 
 
 @pytest.mark.parametrize("gpus", [0.5, 2])

@@ -22,7 +22,7 @@ ASKERS = ["controller", "reward"]
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed_models, "running", lambda: False)
+    monkeypatch.setattr("dataflow.running.services.nodes.running", lambda: False)
     monkeypatch.setattr(placed_models, "own_address", lambda: "10.0.0.1")
 
 
