@@ -95,15 +95,17 @@ def _marks(trace: Trace, last: int) -> dict[int, list[Mark]]:
 
 def _differs(step: int, later: Sequence[int], spans: dict[int, list[Span]], marks: dict[int, list[Mark]]) -> bool:
     """Whether the GPU work or the latency of a step differs from that of later ones by more than chance."""
-    near = later[-2:]  # a slow drift is no change
     usual = statistics.fmean(map(_work, (spans[at] for at in later)))
-    # One step may be an exception; a change shows in the step before, too.
-    before = [_work(spans[at]) for at in (step - 1, step) if at in spans]
-    if usual > 0 and min(before) > 0:
-        logs = [math.log(work / usual) for work in before]
+    # One step may be an exception; a change shows in two steps before it and, if there are two, in two after it.
+    both = [at for at in (step - 1, step) if at in spans]
+    work = [_work(spans[at]) for at in both]
+    if usual > 0 and min(work) > 0:
+        logs = [math.log(seconds / usual) for seconds in work]
         if min(logs) > _CHANGED or max(logs) < -_CHANGED:
             return True
-    return _change_of_latency(marks.get(step, ()), [mark for at in near for mark in marks.get(at, ())]) != 0
+    near = later[-2:]  # a slow drift is no change
+    changes = [_change_of_latency(marks.get(at, ()), marks.get(after, ())) for at in both for after in near]
+    return min(changes) > 0 or max(changes) < 0
 
 
 def _change_of_latency(these: Sequence[Mark], those: Sequence[Mark]) -> float:

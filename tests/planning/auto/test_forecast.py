@@ -85,6 +85,15 @@ def test_one_step_that_is_an_exception_is_no_change() -> None:
     assert steps_of(window(odd, 8)) == 7
 
 
+@pytest.mark.parametrize("factor", [0.6, 1.6])
+@pytest.mark.parametrize("odd", [4, 7, 8])
+def test_one_step_whose_rewards_are_an_exception_is_no_change(odd: int, factor: float) -> None:
+    trace = faster(faster(trace_of(), odd, factor, "reward"), odd + 1, 1 / factor, "reward")
+    # Of the last step it is not known whether it is one.
+    assert steps_of(window(trace, 8)) == (1 if odd == 8 else 7)
+    assert steps_of(window(faster(trace_of(), odd, factor, "reward"), 8)) == 9 - odd, "all steps from then on"
+
+
 def test_rewards_that_take_another_time_show_before_their_step_ends() -> None:
     slow = faster(trace_of(), 7, 3.0, "reward")
     assert latency_changed(slow, 7, 6, whole=False)
