@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from dataflow.batch import Batch
-from dataflow.errors import DataflowError, RunError
+from dataflow.errors import DataflowError
 from dataflow.executors.base import Chunk, Done, Executor, Report, StageCall
 from dataflow.executors.calling import failure
+from dataflow.executors.inputs import StepInputs
 from dataflow.executors.parts import Parts
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
 from dataflow.scheduler import Scheduler
@@ -27,8 +28,7 @@ from dataflow.tasks.events import (
     TaskFinished,
 )
 from dataflow.timeline.spans import Level, Mark, Span, Trace
-from dataflow.usercode.copies import readable_once
-from dataflow.usercode.failures import is_ours, message_of
+from dataflow.usercode.failures import message_of
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
@@ -98,20 +98,19 @@ class Runner:
         self.executor = executor
         self.scheduler = Scheduler(graph, estimates)
         self.trace = trace
-        self._inputs = inputs
         self._on_step = on_step
         self._on_span = on_span
         self._parts = Parts(graph)
+        self._inputs = StepInputs(inputs, self._parts, executor.put, handles or {})
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
         self._emitted_at: dict[TaskId, dict[int, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
-        self._handles = handles or {}
+        self._ahead = graph.first
         self._over = False
         self._restored = restored or Restored()
         self._ended: deque[Done | Chunk] = deque()  # of tasks whose values are restored
         self._unrecorded: tuple[Task, TaskId | None, Done] | None = None
         self._states = {name: executor.put(value) for name, value in self._restored.states.items()}
-        self._fetched: dict[int, dict[str, Any]] = {}
         self._metrics: dict[int, dict[str, list[float]]] = {}
         self._origin = origin
         self._failure: BaseException | None = None
@@ -302,6 +301,7 @@ class Runner:
             if self._unrecorded is not None:
                 ended, self._unrecorded = self._unrecorded, None
                 self._record(*ended)
+        self._fetch_ahead(max((i.task.id.step for i in instructions if isinstance(i, Start)), default=0) + 1)
         for instruction in instructions:
             match instruction:
                 case StepDone(step=step):
@@ -311,13 +311,20 @@ class Runner:
                         self._report_step(step, late)
                     self._parts.release(step)
                     self._values.pop(step, None)
-                    self._fetched.pop(step, None)
+                    self._inputs.release(step)
                 case Cancel(id=task):
                     self._tasks.pop(task, None)
                     self.executor.cancel(task)
                 case RunDone():
                     finished = True
         return finished
+
+    def _fetch_ahead(self, step: int) -> None:
+        """Fetches the inputs of a step while the tasks before it run, so that none of them waits for its inputs."""
+        if self._ahead < step <= self.graph.steps:
+            self._ahead = step
+            read = (item for task in self.graph.unroll(step) for item in task.inputs)
+            self._inputs.fetch_ahead(step, {i.field for i in read if not i.sources and not i.state})
 
     def _report_step(self, step: int, metrics: Mapping[str, list[float]]) -> None:
         if self._on_step is not None:
@@ -362,35 +369,8 @@ class Runner:
         if item.state:
             return [self._states[item.field]] if item.field in self._states else []
         if not item.sources:
-            if (item.field, step) in self._handles:
-                return [self._handles[item.field, step]]
-            if item.field not in self._inputs:
-                return []
-            fetched = self._fetched.setdefault(step, {})
-            if item.field not in fetched:
-                value = self._input(item.field, step)
-                if isinstance(value, Batch):
-                    self._parts.written(step, item.field, value.ids)
-                fetched[item.field] = self.executor.put(value)
-            return [fetched[item.field]]
+            return self._inputs.find(item.field, step)
         return [self._values[source.step][source, item.field] for source in item.sources]
-
-    def _input(self, field: str, step: int) -> Any:
-        """Returns the value of an input field.
-
-        Raises:
-            RunError: its function, which may be the user's, raised, or returned no value that several stages can read.
-        """
-        try:
-            value = self._inputs[field](step)
-        except BaseException as error:
-            if isinstance(error, DataflowError) or is_ours(error):
-                raise
-            what = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
-            raise RunError(f"input '{field}' of step {step}: its function raised {what}; correct it.") from error
-        if (once := readable_once(value)) is not None:
-            raise RunError(f"input '{field}' of step {step}: its function returned {once}; return the value itself.")
-        return value
 
 
 def _reduce(name: str, numbers: list[float]) -> float:

@@ -85,14 +85,19 @@ class Host(SeesPaths):
         self.stages |= stages
 
     @answering
-    def run(self, call: StageCall, keep: bool, *values: Any) -> Any:
+    def run(self, sent: bytes, keep: bool, *values: Any) -> Any:
         """Runs a stage function.
+
+        Args:
+            sent: the pickled :class:`StageCall`.
+            keep: whether to return the values.
+            *values: of the call.
 
         Returns:
             The pickled report with the groups that a stage that replays was given; then, with ``keep``, a value per
             field.
         """
-        begin = clock.now()
+        begin, call = clock.now(), pickle.loads(sent)
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
         with in_one_process(), around(stage, info):
@@ -133,8 +138,8 @@ class WaitingHost(Host):
         return super().build(blob, environment, anchor, imports, *gpus)
 
     @answering
-    async def run(self, call: StageCall, keep: bool, *values: Any) -> Any:
-        begin = clock.now()
+    async def run(self, sent: bytes, keep: bool, *values: Any) -> Any:
+        begin, call = clock.now(), pickle.loads(sent)
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
         with around(stage, info):
@@ -143,14 +148,14 @@ class WaitingHost(Host):
                 result = await result
         return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
-    async def stream(self, call: StageCall, *values: Any) -> AsyncIterator[Any]:
+    async def stream(self, sent: bytes, *values: Any) -> AsyncIterator[Any]:
         """Runs a stage function that streams.
 
         Yields:
             For each chunk, and at the end of the call, a pickled answer and then a value per field, each an object of
             its own to Ray. The answer of a chunk is a :class:`Chunk` without its values.
         """
-        begin = clock.now()
+        begin, call = clock.now(), pickle.loads(sent)
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
 
         def emit(number: int, emitted: tuple[Any, ...]) -> None:

@@ -211,19 +211,19 @@ class WorkerGroup:
             self._restarting.cancel()
 
     def _send(self, running: Running) -> None:
-        task, running.refs = running.task, []
-        running.generation = self._generation
+        task, running.refs, running.generation = running.task, [], self._generation
         if task.emits > 1:
             call = replace(running.call, emitted=tuple(running.emitted))
             values = [*running.values, *(value for values in running.emitted.values() for value in values)]
-            answers = self.actors.first.stream.options(num_returns="streaming").remote(call, *values)
+            answers = self.actors.first.stream.options(num_returns="streaming").remote(pickle.dumps(call), *values)
             running.refs.append([answers])
             running.attempt = asyncio.create_task(self._streamed(running, answers))
             return
+        sent = pickle.dumps(running.call)  # once for all ranks; Ray's own pickling takes longer, too
         for rank, actor in enumerate(self.actors):
             # The first rank returns the values; the others take part in collectives and only report.
             returns = 1 + len(task.stage.writes) if rank == 0 else 1
-            answer = actor.run.options(num_returns=returns).remote(running.call, rank == 0, *running.values)
+            answer = actor.run.options(num_returns=returns).remote(sent, rank == 0, *running.values)
             running.refs.append(answer if isinstance(answer, list) else [answer])
         running.attempt = asyncio.create_task(self._attempt(running))
 
