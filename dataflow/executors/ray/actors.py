@@ -69,6 +69,7 @@ class Actors:
         self._cluster = cluster
         self._rule = None if cluster is None else cluster.rule(spec)
         self._actors: list[Any] = []
+        self._runs: dict[tuple[int, int], Any] = {}
         self._reserved: Places | None = None
         self._places: list[Place] = []
         self._reasons = tempfile.TemporaryDirectory(prefix="dataflow-")
@@ -82,6 +83,15 @@ class Actors:
     def first(self) -> Any:
         """Rank 0."""
         return self._actors[0]
+
+    def run(self, rank: int, returns: int, *arguments: Any) -> list[Any]:
+        """Calls ``Host.run`` of a rank; returns a ref for each of the values that it returns."""
+        # Each answer of Ray's options() is kept: it takes 0.1 ms, in which the GPU pool waits.
+        call = self._runs.get((rank, returns))
+        if call is None:
+            call = self._runs[rank, returns] = self._actors[rank].run.options(num_returns=returns)
+        answer = call.remote(*arguments)
+        return answer if isinstance(answer, list) else [answer]
 
     async def place(self) -> None:
         """Starts the actors and waits until they are up, with their GPUs, on nodes that see the service's paths.
@@ -233,7 +243,7 @@ class Actors:
             ray.kill(actor)
         if self._reserved is not None:
             self._reserved.release()
-        self._actors, self._reserved, self._places = [], None, []
+        self._actors, self._runs, self._reserved, self._places = [], {}, None, []
 
 
 def _taken(path: str) -> str:

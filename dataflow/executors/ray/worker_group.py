@@ -220,11 +220,10 @@ class WorkerGroup:
             running.attempt = asyncio.create_task(self._streamed(running, answers))
             return
         sent = pickle.dumps(running.call)  # once for all ranks; Ray's own pickling takes longer, too
-        for rank, actor in enumerate(self.actors):
+        for rank in range(self.spec.ranks):
             # The first rank returns the values; the others take part in collectives and only report.
             returns = 1 + len(task.stage.writes) if rank == 0 else 1
-            answer = actor.run.options(num_returns=returns).remote(sent, rank == 0, *running.values)
-            running.refs.append(answer if isinstance(answer, list) else [answer])
+            running.refs.append(self.actors.run(rank, returns, sent, rank == 0, *running.values))
         running.attempt = asyncio.create_task(self._attempt(running))
 
     async def _attempt(self, running: Running) -> Done:
