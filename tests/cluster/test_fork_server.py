@@ -59,7 +59,8 @@ def started(ray: Any, count: int, **options: Any) -> list[Any]:
                 "loaded": loaded,
                 "drawn": (random.random(), float(np.random.rand()), WorkerID.from_random().hex()),
                 "like": {
-                    "environment": dict(os.environ),
+                    # Ray starts some workers by bash, which drops the prompt of an activated environment.
+                    "environment": {name: value for name, value in os.environ.items() if name != "PS1"},
                     "main": sys.modules["__main__"].__file__,
                     "path": sys.path,
                     "directory": os.getcwd(),

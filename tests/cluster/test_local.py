@@ -94,6 +94,13 @@ def test_it_starts_what_a_run_uses_and_no_more(executor: RayExecutor) -> None:
         assert not any(name in command for command in commands), name
 
 
+def test_its_workers_give_way_to_other_programs_no_more_than_the_run_itself(executor: RayExecutor) -> None:
+    import ray
+
+    asked = ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()
+    assert ray.get(asked, timeout=60) == os.nice(0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's own dashboard agent runs")
 def test_a_small_process_stands_for_the_dashboards_agent_and_ends_with_ray(executor: RayExecutor) -> None:
     (agent,) = (p for p in below() if any(word.endswith("idle_agent.py") for word in command(p)))
