@@ -292,16 +292,21 @@ class Runner:
 
     def _execute(self, instructions: list[Instruction]) -> bool:
         """Executes instructions; returns whether the run is over."""
-        finished = False
         try:  # tasks start first: recording thousands of reward requests takes longer than handing on the rewards
             for instruction in instructions:
                 if isinstance(instruction, Start):
                     self._start(instruction)
-        finally:
+        finally:  # one that cannot start does not undo what has ended
             if self._unrecorded is not None:
                 ended, self._unrecorded = self._unrecorded, None
                 self._record(*ended)
+            finished = self._end(instructions)
         self._fetch_ahead(max((i.task.id.step for i in instructions if isinstance(i, Start)), default=0) + 1)
+        return finished
+
+    def _end(self, instructions: list[Instruction]) -> bool:
+        """Reports the steps that are done, forgets finished ones, cancels tasks; returns whether the run is over."""
+        finished = False
         for instruction in instructions:
             match instruction:
                 case StepDone(step=step):
@@ -320,8 +325,8 @@ class Runner:
         return finished
 
     def _fetch_ahead(self, step: int) -> None:
-        """Fetches the inputs of a step while the tasks before it run, so that none of them waits for its inputs."""
-        if self._ahead < step <= self.graph.steps:
+        """Fetches inputs of a step while the tasks before it run, so that none of its own waits for them."""
+        if self._inputs.ahead and self._ahead < step <= self.graph.steps:
             self._ahead = step
             read = (item for task in self.graph.unroll(step) for item in task.inputs)
             self._inputs.fetch_ahead(step, {i.field for i in read if not i.sources and not i.state})

@@ -1,4 +1,4 @@
-"""Inputs are fetched once, one step ahead; what their function raises is an error of the step that needs them."""
+"""Inputs are fetched once, those that may be one step ahead; what is raised is an error of the step that needs them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import asyncio
 import pytest
 
 from dataflow.errors import DataError, RunError
-from dataflow.executors.inputs import StepInputs
+from dataflow.executors.inline import InlineExecutor
+from dataflow.executors.inputs import Ahead, StepInputs
 from dataflow.executors.parts import Parts
 from dataflow.executors.virtual import VirtualExecutor
-from dataflow.policy import expand, preset
+from dataflow.graph import Carried, Latest, Pipeline, stage
+from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
 from dataflow.testing import RandomCosts, grpo_pipeline
 from dataflow.timeline.spans import Trace
@@ -22,7 +24,7 @@ def graph_of(policy: str = "baseline", **options):
     return expand(grpo_pipeline(**options), preset(policy, 4), STEPS, 4, groups=16)
 
 
-def drive(graph, function) -> list[tuple[str, int]]:
+def drive(graph, function, ahead=Ahead) -> list[tuple[str, int]]:
     """Runs a graph; returns the fetches and the ends of spans, in order."""
     seen: list[tuple[str, int]] = []
 
@@ -33,7 +35,7 @@ def drive(graph, function) -> list[tuple[str, int]]:
     runner = Runner(
         graph,
         VirtualExecutor(RandomCosts(0)),
-        inputs={"prompts": fetch},
+        inputs={"prompts": ahead(fetch)},
         trace=Trace(),
         on_span=lambda span: seen.append((span.stage, span.step)),
     )
@@ -49,8 +51,10 @@ def test_the_inputs_of_a_step_are_there_before_the_rollout_of_the_step_before_en
         assert seen.index(("fetch", step)) < seen.index(("rollout", step - 1))
 
 
-def test_what_is_raised_ahead_ends_the_run_only_where_the_step_begins_and_is_raised_once():
+@pytest.mark.parametrize("ahead", [Ahead, lambda function: function])
+def test_what_is_raised_ends_the_run_where_the_step_begins_and_is_raised_once(ahead):
     calls: list[int] = []
+    done: list[int] = []
 
     def prompts(step: int):
         calls.append(step)
@@ -61,14 +65,43 @@ def test_what_is_raised_ahead_ends_the_run_only_where_the_step_begins_and_is_rai
     runner = Runner(
         graph_of(),
         VirtualExecutor(RandomCosts(0)),
-        inputs={"prompts": prompts},
+        inputs={"prompts": ahead(prompts)},
         trace=Trace(),
         on_span=lambda span: spans.append((span.stage, span.step)),
+        on_step=lambda step, metrics: done.append(step),
     )
     with pytest.raises(DataError, match="row 7 cannot be read"):
         asyncio.run(runner.run())
     assert calls == [1, 2, 3]
-    assert ("actor_update", 2) in spans  # the step before was trained
+    assert ("actor_update", 2) in spans
+    assert done == [1, 2], "the step before is done and reported"
+
+
+def test_a_users_own_input_is_fetched_when_its_step_begins():
+    seen = drive(graph_of(), lambda step: None, ahead=lambda function: function)
+    for step in range(2, STEPS + 1):
+        last = max(at for at, what in enumerate(seen) if what == ("actor_update", step - 1))
+        assert seen.index(("fetch", step)) > last
+
+
+def test_inputs_that_draw_from_one_source_match():
+    """A user's fields are fetched in the order of the stages that read them, whatever their names."""
+    rows = iter(range(100))
+    pairs: list[tuple[int, int]] = []
+
+    @stage(writes="drawn", on="gpu", role="samples")
+    def draw(prompts, version: Carried):
+        return prompts
+
+    @stage(writes="version", on="gpu", role="trains")
+    def train(drawn, answers, version: Latest):
+        pairs.append((drawn, answers))
+        return 0
+
+    graph = expand(Pipeline([draw, train], inputs=["prompts", "answers"]), SchedulingPolicy(), STEPS)
+    inputs = dict.fromkeys(["prompts", "answers"], lambda step: next(rows))
+    asyncio.run(Runner(graph, InlineExecutor(), inputs=inputs, trace=Trace()).run())
+    assert pairs == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 def test_an_input_that_no_stage_of_the_next_step_reads_is_not_fetched():
@@ -76,7 +109,7 @@ def test_an_input_that_no_stage_of_the_next_step_reads_is_not_fetched():
     assert {"prompts"} <= set(pipeline.inputs)
     fetched: list[tuple[str, int]] = []
     graph = expand(pipeline, preset("both", 4), STEPS, 4, groups=16)
-    inputs = {name: lambda step, name=name: fetched.append((name, step)) for name in pipeline.inputs}
+    inputs = {name: Ahead(lambda step, name=name: fetched.append((name, step))) for name in pipeline.inputs}
     asyncio.run(Runner(graph, VirtualExecutor(RandomCosts(0)), inputs=inputs, trace=Trace()).run())
     read = {
         (item.field, step)
@@ -95,7 +128,7 @@ def test_nothing_is_fetched_after_the_last_step():
 
 
 def inputs_of(function, handles=()):
-    return StepInputs({"prompts": function}, Parts(graph_of()), lambda value: ("handle", value), dict(handles))
+    return StepInputs({"prompts": Ahead(function)}, Parts(graph_of()), lambda value: ("handle", value), dict(handles))
 
 
 def test_a_released_step_holds_nothing():
@@ -124,3 +157,14 @@ def test_an_exception_of_the_users_is_named_and_kept():
     with pytest.raises(RunError, match=r"input 'prompts' of step 5: its function raised KeyError: 'question'") as found:
         inputs.find("prompts", 5)
     assert isinstance(found.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("error", [TypeError("cannot pickle"), SystemExit(3)])
+def test_a_value_that_cannot_be_handed_on_is_named(error):
+    def put(value):
+        raise error
+
+    inputs = StepInputs({"prompts": lambda step: object()}, Parts(graph_of()), put, {})
+    with pytest.raises(RunError, match=r"input 'prompts' of step 2: its value cannot be copied") as found:
+        inputs.find("prompts", 2)
+    assert found.value.__cause__ is error

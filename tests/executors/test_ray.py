@@ -174,6 +174,17 @@ def use(responses, rewards):
     return float(responses["logits"].sum())
 
 
+def test_inputs_that_the_object_store_does_not_take_are_a_sentence(executor, monkeypatch):
+    import ray
+
+    def put(value):
+        raise ray.exceptions.ObjectStoreFullError("no room")
+
+    monkeypatch.setattr(ray, "put", put)
+    with pytest.raises(RunError, match=r"does not take 1,\d\d\d,\d\d\d bytes of the run's inputs: .*no room"):
+        executor.put(b"x" * 1_000_000)
+
+
 def test_values_travel_as_refs_and_hardly_a_byte_through_the_controller(executor, monkeypatch):
     unpickled = []
     monkeypatch.setattr(Batch, "__setstate__", lambda self, state: unpickled.append(state), raising=False)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dataflow.cluster.answer import cause, fetch
+from dataflow.cluster.answer import cause, fetch, last_words
 from dataflow.cluster.console import console_kept
 from dataflow.cluster.fork_server import ForkServer
 from dataflow.cluster.gpus import check_count
@@ -22,6 +22,7 @@ from dataflow.cluster.joined import JoinedRay, connecting
 from dataflow.cluster.local import INLINE, LocalRay
 from dataflow.cluster.log import log_lines
 from dataflow.cluster.nodes import NodeRule
+from dataflow.errors import RunError
 from dataflow.executors.base import Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
 from dataflow.executors.ray.sent import Sent
@@ -188,7 +189,15 @@ class RayExecutor:
 
         sent = Sent.of(value)
         self.bytes_put += sent.size
-        return sent.kept() if sent.size <= INLINE else ray.put(sent)
+        if sent.size <= INLINE:
+            return sent.kept()
+        try:
+            return ray.put(sent)
+        except ray.exceptions.RayError as error:
+            why = last_words(error)
+            raise RunError(
+                f"Ray's object store does not take {sent.size:,} bytes of the run's inputs: {why}"
+            ) from error
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         workers = self._hosts[(task.stage.host or HELPER).name]

@@ -12,6 +12,7 @@ from loguru import logger
 from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
 from dataflow.errors import ConfigError, DataError, NotChecked, counted
+from dataflow.executors.inputs import Ahead
 from dataflow.models.processor import takes_images
 from dataflow.rewards.failure import FailureRule, parse_rule
 from dataflow.rewards.naming import MAIN
@@ -128,7 +129,7 @@ class Prompts:
         train, held_out = self._sources
         config = self._config
         val = held_out.all(config.data.val_size) if config.val.every else None
-        return {"prompts": train.batch, "val_prompts": lambda step: val}
+        return {"prompts": Ahead(train.batch), "val_prompts": lambda step: val}
 
 
 def _unknown() -> str:
