@@ -39,10 +39,14 @@ def window(trace: Trace, last: int, rewards_of: int | None = None) -> Trace | No
     if len(steps) > 1 and steps[0] == 1:
         steps = steps[1:]
     kept: list[int] = []
+    usual: list[int] = []  # the kept ones but for exceptions
     for step in reversed(steps):
-        if kept and _differs(step, kept, spans, marks):
+        near = [mark for at in usual[-2:] for mark in marks.get(at, ())]  # a slow drift is no change
+        if _differs_in_work(step, kept, spans) or _differs_in_latency(step, near, marks):
             break
         kept.append(step)
+        if not _changes(marks.get(step, ()), near):
+            usual.append(step)
         if sum(len(marks.get(at, ())) for at in kept) > MARKS:
             break
     if not kept:
@@ -71,8 +75,8 @@ def latency_changed(trace: Trace, step: int, last: int, whole: bool) -> bool:
         whole: whether all of its rewards are there; the first to arrive can only show that the service is slower.
     """
     marks = _marks(trace, step)
-    change = _change_of_latency(marks.get(step, ()), marks.get(last, ())) if step > last else 0.0
-    return change > 0 or (whole and change < 0)
+    changes = _changes(marks.get(step, ()), marks.get(last, ())) if step > last else {}
+    return any(whole or change > 0 for change in changes.values())
 
 
 def step_ends(trace: Trace) -> dict[int, float]:
@@ -93,29 +97,49 @@ def _marks(trace: Trace, last: int) -> dict[int, list[Mark]]:
     return found
 
 
-def _differs(step: int, later: Sequence[int], spans: dict[int, list[Span]], marks: dict[int, list[Mark]]) -> bool:
-    """Whether the GPU work or the latency of a step differs from that of later ones by more than chance."""
-    usual = statistics.fmean(map(_work, (spans[at] for at in later)))
-    # One step may be an exception; a change shows in two steps before it and, if there are two, in two after it.
-    both = [at for at in (step - 1, step) if at in spans]
-    work = [_work(spans[at]) for at in both]
-    if usual > 0 and min(work) > 0:
-        logs = [math.log(seconds / usual) for seconds in work]
-        if min(logs) > _CHANGED or max(logs) < -_CHANGED:
-            return True
-    near = later[-2:]  # a slow drift is no change
-    changes = [_change_of_latency(marks.get(at, ()), marks.get(after, ())) for at in both for after in near]
-    return min(changes) > 0 or max(changes) < 0
+def _differs_in_work(step: int, later: Sequence[int], spans: dict[int, list[Span]]) -> bool:
+    """Whether the GPU work of a step, and that of the step before, differs from that of later ones."""
+    both = [_work(spans[at]) for at in (step - 1, step) if at in spans]
+    usual = statistics.fmean(_work(spans[at]) for at in later) if later else 0.0
+    if not usual or not min(both):
+        return False
+    logs = [math.log(work / usual) for work in both]
+    return min(logs) > _CHANGED or max(logs) < -_CHANGED
 
 
-def _change_of_latency(these: Sequence[Mark], those: Sequence[Mark]) -> float:
-    """Returns by how much the mean of the logarithm differs from that of others; 0 if it may do so by chance."""
+def _differs_in_latency(step: int, near: Sequence[Mark], marks: dict[int, list[Mark]]) -> bool:
+    """Whether a step and the one before it both differ from later ones in an agent's latency, by more than chance."""
+    mine, before = marks.get(step, []), marks.get(step - 1, [])
+    if not before:
+        return bool(_changes(mine, near))
+    one, other = _changes(mine, near, sure=False), _changes(before, near, sure=False)
+    return any(
+        change * one.get(agent, 0.0) > 0 and change * other.get(agent, 0.0) > 0
+        for agent, change in _changes([*before, *mine], near).items()
+    )
+
+
+def _changes(these: Sequence[Mark], those: Sequence[Mark], sure: bool = True) -> dict[str, float]:
+    """Returns by how much the mean of the logarithm of latencies differs from that of others, by agent.
+
+    Args:
+        these: requests.
+        those: others.
+        sure: whether to leave out what may be chance.
+    """
     one, others = _logs(these), _logs(those)
-    if len(one) < 2 or len(others) < 2:
-        return 0.0
-    spread = math.hypot(statistics.stdev(one) / len(one) ** 0.5, statistics.stdev(others) / len(others) ** 0.5)
-    change = statistics.fmean(one) - statistics.fmean(others)
-    return change if abs(change) > max(_CHANGED / 2, 4 * spread) else 0.0
+    found = {}
+    for agent in one.keys() & others.keys():
+        ours, theirs = one[agent], others[agent]
+        change, least = statistics.fmean(ours) - statistics.fmean(theirs), _CHANGED / 2
+        if sure and (len(ours) < 2 or len(theirs) < 2):
+            continue
+        if sure:
+            spread = statistics.stdev(ours) / len(ours) ** 0.5, statistics.stdev(theirs) / len(theirs) ** 0.5
+            least = max(least, 4 * math.hypot(*spread))
+        if abs(change) > least:
+            found[agent] = change
+    return found
 
 
 def _work(spans: Sequence[Span]) -> float:
@@ -123,5 +147,10 @@ def _work(spans: Sequence[Span]) -> float:
     return sum(s.end - s.begin for s in spans if s.resource in POOLS and not s.optional)
 
 
-def _logs(marks: Sequence[Mark]) -> list[float]:
-    return [math.log(m.end - m.begin) for m in marks if m.name == "reward" and m.end > m.begin]
+def _logs(marks: Sequence[Mark]) -> dict[str, list[float]]:
+    """Returns the logarithms of the latencies of each agent, or of the stage that collects from it."""
+    found: dict[str, list[float]] = {}
+    for m in marks:
+        if m.name == "reward" and 0 < m.end - m.begin < math.inf:
+            found.setdefault(m.args.get("collector", m.resource), []).append(math.log(m.end - m.begin))
+    return found

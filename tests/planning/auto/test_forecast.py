@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
 from dataflow import simulate as simulate_costs
@@ -92,6 +95,44 @@ def test_one_step_whose_rewards_are_an_exception_is_no_change(odd: int, factor: 
     # Of the last step it is not known whether it is one.
     assert steps_of(window(trace, 8)) == (1 if odd == 8 else 7)
     assert steps_of(window(faster(trace_of(), odd, factor, "reward"), 8)) == 9 - odd, "all steps from then on"
+
+
+def with_latencies(latencies: list[list[float]], resource: str = "reward") -> Trace:
+    """Returns the trace of a run whose steps have rewards with these latencies."""
+    trace = trace_of(steps=len(latencies))
+    marks = [
+        Mark("reward", resource, 0.0, seconds, {"step": step}) for step, of in enumerate(latencies, 1) for seconds in of
+    ]
+    return Trace(trace.spans, marks, meta=trace.meta)
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+@pytest.mark.parametrize("sigma", [0.0, 0.4])
+@pytest.mark.parametrize("later", [1, 2, 5, 8])
+def test_a_change_within_a_step_cuts_off_the_steps_before(factor: float, sigma: float, later: int) -> None:
+    dice = random.Random(0)
+
+    def draws(count: int, mean: float) -> list[float]:
+        return [dice.lognormvariate(math.log(mean), sigma) for _ in range(count)]
+
+    steps = [draws(32, 10) for _ in range(8)]
+    steps += [[*draws(16, 10), *draws(16, 10 * factor)]]
+    steps += [draws(32, 10 * factor) for _ in range(later)]
+    assert steps_of(window(with_latencies(steps), len(steps))) in (later, later + 1)
+
+
+def test_a_change_of_one_agent_shows_beside_another_that_is_quick() -> None:
+    steps = [[1.0] * 32] * 6 + [[8.0] * 32] * 4
+    slow, quick = with_latencies(steps), with_latencies([[0.0005, 0.0006] * 16] * 10, "rule")
+    both = Trace(slow.spans, sorted([*slow.marks, *quick.marks], key=lambda m: m.args["step"]), meta=slow.meta)
+    assert latency_changed(both, 7, 6, whole=False)
+    assert not latency_changed(both, 8, 7, whole=True)
+    assert steps_of(window(both, 10)) == 4
+
+
+def test_latencies_without_an_end_are_no_error() -> None:
+    steps = [[1.0, math.inf, 0.0, -1.0, 2.0]] * 6
+    assert steps_of(window(with_latencies(steps), 6)) == 5
 
 
 def test_rewards_that_take_another_time_show_before_their_step_ends() -> None:
