@@ -21,7 +21,7 @@ from dataflow.policy import PRESETS, SchedulingPolicy, preset
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
 from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
-from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.spans import UNFINISHED, Span, Trace
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -68,7 +68,8 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     if config.checkpoint.every is not None:
         pipeline = _saving(pipeline, config.checkpoint.every, trace, source)
     roles = Roles.of(pipeline)
-    steps = config.steps or int(trace.meta.get("steps") or max(s.step for s in trace.spans))
+    logged_s, logged_steps = _logged(trace)
+    steps = config.steps or logged_steps
     assumed: list[str] = []
     beside = _beside(trace, pipeline, roles, config, assumed)
     waits = {roles.collect, roles.score, *beside}
@@ -126,9 +127,19 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         dispatch_s=dispatch,
         ends=ends,
         assumptions=tuple(assumed),
-        logged=(_policy(trace, int(job["mini_batches"])), trace.wall, int(trace.meta.get("steps") or steps)),
+        logged=(_policy(trace, int(job["mini_batches"])), logged_s, logged_steps),
         seed=config.seed,
     )
+
+
+def _logged(trace: Trace) -> tuple[float, int]:
+    """Returns how long a run took, in seconds, and its steps; of one that did not finish, up to its last whole step."""
+    of = int(trace.meta.get("steps") or max(s.step for s in trace.spans))
+    whole = trace.whole_steps
+    if not whole or trace.meta.get("status", "finished") not in UNFINISHED:
+        return trace.wall, of
+    end = max(s.end for s in trace.spans if not s.optional and s.step <= whole[-1])
+    return trace.running_s(trace.window[0], end), len(whole)
 
 
 def _policy(trace: Trace, mini_batches: int) -> str:

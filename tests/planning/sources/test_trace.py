@@ -105,6 +105,19 @@ def test_a_run_that_was_stopped_counts_its_whole_steps() -> None:
     assert sorted(update.steps) == [1, 2]
 
 
+@pytest.mark.parametrize("whole", [1, 3])
+def test_a_run_that_was_interrupted_logged_the_time_of_its_whole_steps(whole: int) -> None:
+    trace = run(job())
+    last = max(s.end for s in trace.spans if s.step == whole and not s.optional)
+    begun = [s for s in trace.spans if s.begin < last]  # tasks of the next step among them
+    stopped = Trace(begun, trace.marks, meta={**trace.meta, "status": "interrupted"})
+    load = of_trace(stopped, "run", PlanConfig())
+    assert load.logged is not None
+    _policy, seconds, steps = load.logged
+    assert (load.steps, steps) == (whole, whole)
+    assert seconds == pytest.approx(last - min(s.begin for s in begun))
+
+
 def saving(policy: str = "both") -> Trace:
     """The trace of a run that saves a checkpoint every two steps, by the stages of a real run."""
     plain = job()
