@@ -110,11 +110,12 @@ def _about_the_bound(
     workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float, outcomes: Outcomes
 ) -> str:
     """Returns a sentence on what sets the lower bound of the best policy, and what would change it."""
-    gpu = workload.mean_s()
     calls = workload.prompts * workload.responses
     agent = next((name for name in workload.agents if bound_of(name) == best.bound_by), None)
     if agent is not None:
         rewards = workload.service_of(agent)
+        # Of the policy's own run, as the bounds are: the work of a validation after the last step bounds nothing.
+        gpu = best.bounds_s[BOUNDS["gpu"]] * best.step_s / best.total_s
         each, load, most = rewards.latency.mean, calls * rewards.seconds, math.inf
         if rewards.rpm and calls * 60 / rewards.rpm >= calls * each / rewards.concurrency:
             wanted = needed = math.ceil(calls * 60 / gpu)
@@ -143,7 +144,8 @@ def _about_the_bound(
         largest = max(shares, key=lambda name: shares[name])
         return (
             f"the GPU pool bounds {best.policy}: {best.lower_bound_step_s:.4g} s of work a step, {best.gpu_idle:.1%} "
-            f"idle; more rewards in flight cannot help; its largest stage is {largest} ({shares[largest] / gpu:.0%})."
+            f"idle, which is the most that more rewards in flight could take off; its largest stage is {largest} "
+            f"({shares[largest] / workload.mean_s():.0%})."
         )
     waits = best.exposed_wait_by_cause
     cause = max(waits, key=lambda name: waits[name], default="rewards")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -52,3 +53,17 @@ def test_advice_beyond_what_a_plan_takes_says_so(costs: str, monkeypatch: pytest
     assert any(
         "; 24 in flight, the most of a plan, would not make the GPUs the limit (-" in sentence for sentence in said
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [6, 8, 9, 10, 11, 12, 16])
+def test_near_the_limit_the_advice_agrees_with_its_own_numbers(costs: str, concurrency: int) -> None:
+    plan = make_plan(costs, [f"reward.concurrency={concurrency}", "steps=4"])
+    said = plan.advice[1]
+    if "would make the GPUs the limit" in said:
+        load, gpu = re.search(r"= ([\d.,]+) s a step against ([\d.,]+) s of GPU work", said).groups()
+        wanted = int(re.search(r"; (\d+) in flight would", said).group(1))
+        assert float(load) >= float(gpu)
+        assert wanted > concurrency
+    else:
+        assert "which is the most that more rewards in flight could take off" in said
