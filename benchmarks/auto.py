@@ -210,7 +210,7 @@ def auto(load: Workload, policies: Sequence[SchedulingPolicy], replan: int, gain
         known = {policy: s for policy, s in zip(policies, seconds, strict=True) if s is not None}
         wanted = controller.decide(last, known, last + 1 - (0 if new else found.meta["steps"]))
         if wanted is not None and (first := runner.switch(wanted)) is not None:
-            controller.switched(first, wanted, known)
+            controller.switched(first, wanted, controller.known)
 
     with ThreadPoolExecutor(1) as other:
         return run(load, SchedulingPolicy(), on_step, on_rewards), controller.switches

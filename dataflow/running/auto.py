@@ -207,7 +207,7 @@ class AutoPolicy:
             confirmed = self._controller.confirms(step, predicted, since)
             policy = self._controller.decide(step, predicted, since)
             if policy is not None:
-                self._switch(policy, predicted)
+                self._switch(policy, self._controller.known)
             if answer.in_flight is not None and confirmed:
                 self._suggest(*answer.in_flight, min(predicted.values()))
         except (DataflowError, OSError, ValueError, TimeoutError) as error:

@@ -3,15 +3,18 @@
 The run begins with the baseline, strictly on-policy. It changes to another policy if the present one is predicted to
 take more than ``gain`` longer, or somewhat longer by several plans in a row, whose gains add up to that. Policies of
 nearly the same speed are told apart by their staleness: the least one is taken. A policy that was left a short time ago
-has to be better by twice as much, so that the run does not swing.
+has to be better by twice as much, so that the run does not swing. What was measured before and after a change counts
+more than a prediction: if the steps became much longer instead of shorter, the run goes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+from dataflow.planning.auto.window import MOST
 from dataflow.policy import SchedulingPolicy
 
 MEASURED = 3
@@ -23,7 +26,7 @@ EQUAL = 0.002
 reward that takes longer than any so far."""
 OFF = 0.15
 """A step that takes longer or shorter than predicted by more has the run planned at once, and no number of requests
-in flight is suggested from such a prediction."""
+in flight is suggested from such a prediction. A change after which all steps take longer by more was a loss."""
 WRONG = 0.3
 """A policy whose steps take longer than predicted by more is taken for as slow as they are."""
 LEAST_LEFT = 4
@@ -62,6 +65,21 @@ class Switch:
         return self.before_s / self.after_s - 1
 
 
+class Loss(NamedTuple):
+    """A change after which the steps took longer.
+
+    Attributes:
+        better, worse: the policies before and after it.
+        ratio: of the seconds of the shortest step after it to those of the longest before.
+        since: the first of the steps that show this; a change of the workload after it makes this unknown again.
+    """
+
+    better: SchedulingPolicy
+    worse: SchedulingPolicy
+    ratio: float
+    since: int
+
+
 @dataclass
 class Controller:
     """The state of a run that plans itself.
@@ -72,6 +90,7 @@ class Controller:
         replan: steps from one plan to the next.
         gain: see the module.
         switches: so far.
+        known: seconds a step under each policy that the last decision was made from.
     """
 
     policies: Sequence[SchedulingPolicy]
@@ -79,6 +98,7 @@ class Controller:
     replan: int
     gain: float
     switches: list[Switch] = field(default_factory=list)
+    known: dict[SchedulingPolicy, float] = field(default_factory=dict)
     since: int = 1
     """The first step under the present policy that this state knows."""
     _planned: int = 0
@@ -87,6 +107,9 @@ class Controller:
     _left: dict[SchedulingPolicy, int] = field(default_factory=dict)
     _gained: dict[SchedulingPolicy, float] = field(default_factory=dict)
     _first: int = 0
+    _before: tuple[int, float] | None = None
+    """The steps before the last change: their first; seconds of the longest, or those predicted if they are more."""
+    _losses: list[Loss] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._first = self.since
@@ -134,6 +157,11 @@ class Controller:
             return None
         return (self._ends[last] - self._ends[first]) / (last - first)
 
+    def _each_s(self, first: int, last: int) -> list[float]:
+        """Returns the seconds of each step after ``first`` until ``last``."""
+        ends = [self._ends[step] for step in range(first, last + 1) if step in self._ends]
+        return [end - begin for begin, end in pairwise(ends)]
+
     def decide(self, step: int, predicted: Mapping[SchedulingPolicy, float], since: int = 1) -> SchedulingPolicy | None:
         """Returns the policy to change to; None to keep the present one.
 
@@ -151,13 +179,34 @@ class Controller:
         if took is not None and took / present - 1 > WRONG:
             present = took
         self._expected_s = present
-        best = self._best({**predicted, self.current: present})
-        gain = present / predicted[best] - 1 if best != self.current else 0.0
+        # Where the steps of the prediction begin, the workload has changed, or it is their largest number.
+        changed = since if since > self._first + 1 and step + 1 - since < MOST else 0
+        if step + 1 - since >= COUNTED:
+            self._losses = [loss for loss in self._losses if loss.since >= changed]
+        self.known = self._corrected({**predicted, self.current: present}, changed)
+        best = self._best(self.known)
+        gain = present / self.known[best] - 1 if best != self.current else 0.0
         self._gained = {best: self._gained.get(best, 0.0) + gain} if gain > NEAR else {}
         wanted = self.gain
         if best in self._left and step < self._left[best] + 2 * self.replan:
             wanted *= 2
         return best if self._gained.get(best, 0.0) > wanted else None
+
+    def _corrected(self, predicted: dict[SchedulingPolicy, float], changed: int) -> dict[SchedulingPolicy, float]:
+        """Returns predictions that agree with what was measured before and after changes that were a loss.
+
+        Args:
+            predicted: seconds a step under each policy.
+            changed: the step in which the workload may have changed; 0 if it has not.
+        """
+        found = dict(predicted)
+        for loss in self._losses:
+            if loss.worse == self.current:
+                if loss.since >= changed:
+                    found[loss.better] = found[self.current] / loss.ratio
+            elif loss.worse in found and loss.better in found:
+                found[loss.worse] = max(found[loss.worse], found[loss.better] * loss.ratio)
+        return found
 
     def _best(self, predicted: Mapping[SchedulingPolicy, float]) -> SchedulingPolicy:
         """Returns the fastest of the least stale policies that are about as fast as the fastest of all."""
@@ -170,6 +219,10 @@ class Controller:
     def switched(self, step: int, policy: SchedulingPolicy, predicted: Mapping[SchedulingPolicy, float]) -> Switch:
         """Records a change of policy from a step on; returns it."""
         found = Switch(step, self.current, policy, predicted[self.current], predicted[policy])
+        last = max(self._ends, default=0)
+        first = max(self._settled, last - COUNTED)
+        took = self._each_s(first, last)
+        self._before = (first, max(*took, found.before_s)) if took else None
         self.switches.append(found)
         self._left[self.current] = step
         self.current, self.since = policy, step
@@ -191,6 +244,9 @@ class Controller:
         if took is None:
             return None
         last.measured_s = took
+        each = self._each_s(self._settled, step)
+        if self._before is not None and min(each) > self._before[1] * (1 + OFF):
+            self._losses.append(Loss(last.before, last.after, min(each) / self._before[1], self._before[0]))
         return last
 
 

@@ -132,3 +132,51 @@ def test_a_policy_that_takes_much_longer_than_predicted_is_left() -> None:
 
 def test_without_a_prediction_of_the_present_policy_nothing_changes() -> None:
     assert controller().decide(3, {BOTH: 1.0}) is None
+
+
+def with_a_loss(after: float, since: int = 2) -> tuple[Controller, SchedulingPolicy | None]:
+    """Returns a run of 10 s a step that changed to SPLIT, predicted 9 s, and has taken ``after`` since; its decision.
+
+    Args:
+        after: seconds a step.
+        since: the first step that the plan after step 9 is made from.
+    """
+    run, at = controller(), 0.0
+    for step in range(1, 10):
+        at += 10.0 if step < 5 else after
+        run.ended(step, at)
+        if step == 3:
+            assert run.decide(step, times(10, 9, 10, 9.5), since=2) == SPLIT
+            run.switched(4, SPLIT, run.known)
+        run.outcome(step)
+    return run, run.decide(9, times(after * 1.05, after, after, after), since)
+
+
+def test_it_goes_back_if_steps_took_much_longer_after_a_change() -> None:
+    run, decided = with_a_loss(15.0)
+    assert decided == BASELINE
+    back = run.switched(11, BASELINE, run.known)
+    assert (back.before_s, back.after_s) == (15.0, 10.0), "as they were measured"
+    at = run._ends[9]
+    for step in range(10, 40):
+        at += 10.0
+        run.ended(step, at)
+        run.outcome(step)
+        assert run.decide(step, times(10, 9, 10, 10), since=max(2, step - 11)) is None, "it is not tried again"
+
+
+def test_it_stays_after_a_change_that_was_no_loss() -> None:
+    assert with_a_loss(9.0)[1] is None
+    assert with_a_loss(11.0)[1] is None, "it may be chance"
+
+
+def test_a_loss_does_not_count_once_the_workload_has_changed() -> None:
+    assert with_a_loss(15.0, since=8)[1] is None
+    run, _decided = with_a_loss(15.0)
+    run.switched(11, BASELINE, run.known)
+    at = run._ends[9]
+    for step in range(10, 20):
+        at += 20.0
+        run.ended(step, at)
+        run.outcome(step)
+    assert run.decide(19, times(20, 12, 20, 20), since=15) == SPLIT
