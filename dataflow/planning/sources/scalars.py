@@ -19,6 +19,8 @@ _LAST_STEP = 10**12
 _LONGEST_S = 1e9
 """Some 30 years. What is larger is no measurement, and its squares and sums would overflow."""
 REQUIRED = ("timing_s/gen", "timing_s/update_actor")
+_OWN = ("overlap/exposed_wait_s", "overlap/gpu_busy_frac")
+"""What each run of dataflow logs at each step, under any policy, and verl never."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,14 @@ def read_scalars(path: str | os.PathLike[str], timings: Sequence[str] = REQUIRED
         timings: scalars that are required, each at one step at least.
 
     Raises:
-        DataError: there is nothing to read, one of ``timings`` is missing, or a value is invalid.
+        DataError: there is nothing to read, one of ``timings`` is missing, a value is invalid, or the log is one of
+            dataflow's own.
     """
     place = Path(path)
     kept: dict[str, dict[int, float]] = {}
-    for name, series in _read(place, timings).items():
+    columns = _read(place, timings)
+    _refuse_own(place, columns)
+    for name, series in columns.items():
         for step, value in sorted(series.items()):
             if step > _LAST_STEP:
                 raise DataError(
@@ -72,6 +77,21 @@ def read_scalars(path: str | os.PathLike[str], timings: Sequence[str] = REQUIRED
                 kept.setdefault(name, {})[step] = value
     require(timings, list(kept), f"log {path}: no step has a value of")
     return Scalars(str(path), kept)
+
+
+def _refuse_own(place: Path, columns: Columns) -> None:
+    """Rejects the metrics of a dataflow run: its waits and its ``timing_s/reward`` mean other things than verl's.
+
+    Raises:
+        DataError: they are; the message names the run's directory if it is near.
+    """
+    if not all(name in columns for name in _OWN):
+        return
+    below = list(place.glob("*/trace.json"))
+    around = [folder for folder in place.absolute().parents[:2] if (folder / "trace.json").is_file()]
+    found = below[0].parent if len(below) == 1 else next(iter(around), None)
+    named = f"give its directory instead, {found}" if found else "give its directory, which has its trace.json, instead"
+    raise DataError(f"log {place} is of a run of dataflow, not of verl's own loop ({_OWN[0]}); {named}.")
 
 
 def _read(place: Path, timings: Sequence[str]) -> Columns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -361,3 +362,29 @@ def test_what_is_too_large_to_be_measured_is_said(tmp_path: Path, step: str, val
     with pytest.raises(DataError) as error:
         read_scalars(path)
     assert message in str(error.value)
+
+
+OWN = TIMED | {"overlap/exposed_wait_s": {1: 0.5, 2: 0.5}, "overlap/gpu_busy_frac": {1: 0.75, 2: 0.75}}
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("form", ["jsonl", "tensorboard", "file", "runs"])
+def test_the_metrics_of_a_dataflow_run_are_refused(tmp_path: Path, form: str, traced: bool) -> None:
+    place = tmp_path / "runs" / "both"
+    events = event_file(place / "tensorboard", OWN)
+    jsonl = place / "metrics.jsonl"
+    jsonl.write_text(
+        "".join(json.dumps({"step": at, **{name: of[at] for name, of in OWN.items()}}) + "\n" for at in (1, 2))
+    )
+    if traced:
+        (place / "trace.json").write_text("{}")
+    path = {"jsonl": jsonl, "tensorboard": events.parent, "file": events, "runs": tmp_path / "runs"}[form]
+    which = f"give its directory instead, {place}." if traced else "give its directory, which has its trace.json, inst"
+    assert trouble(path).startswith(
+        f" is of a run of dataflow, not of verl's own loop (overlap/exposed_wait_s); {which}"
+    )
+
+
+def test_one_of_the_names_of_a_dataflow_run_alone_is_no_sign_of_one(tmp_path: Path) -> None:
+    event_file(tmp_path, {name: of for name, of in OWN.items() if name != "overlap/gpu_busy_frac"})
+    assert read_scalars(tmp_path).series(GEN) == TIMED[GEN]
