@@ -182,7 +182,7 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     """
     knob, *ends = text.split(":")
     knobs = [
-        *(f"{agent}.{limit}" for agent in workload.agents for limit in _LIMITS),
+        *(f"{agent}.{limit}" for agent, collect in workload.agents.items() if collect for limit in _LIMITS),
         *_models(workload),
         "mini_batches",
     ]

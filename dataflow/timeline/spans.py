@@ -221,6 +221,18 @@ class Trace:
         return [step for step in steps if all(left.get((step, name), 1) <= 0 for name in needed)]
 
     @property
+    def trained(self) -> tuple[float, int]:
+        """The seconds of :attr:`wall` until the last whole step ended, and the number of steps.
+
+        Of a finished run, or one without a whole step, the wall and the steps that it was to have.
+        """
+        whole = self.whole_steps
+        if not whole or self.meta.get("status", "finished") not in UNFINISHED:
+            return self.wall, int(self.meta.get("steps") or max((s.step for s in self.spans), default=0))
+        end = max(s.end for s in self.spans if not s.optional and s.step <= whole[-1])
+        return self.running_s(self.window[0], end), len(whole)
+
+    @property
     def declared(self) -> list[dict[str, Any]]:
         """The stages of the run's pipeline, as ``Pipeline.facts`` returns them; empty if the trace has none."""
         return list(((self.meta.get("job") or {}).get("pipeline") or {}).get("stages") or ())

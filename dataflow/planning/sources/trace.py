@@ -21,7 +21,7 @@ from dataflow.policy import PRESETS, SchedulingPolicy, preset
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
 from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
-from dataflow.timeline.spans import UNFINISHED, Span, Trace
+from dataflow.timeline.spans import Span, Trace
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -68,7 +68,9 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     if config.checkpoint.every is not None:
         pipeline = _saving(pipeline, config.checkpoint.every, trace, source)
     roles = Roles.of(pipeline)
-    logged_s, logged_steps = _logged(trace)
+    if roles.collect is None:
+        _refuse_service(config.reward, pipeline, source)
+    logged_s, logged_steps = trace.trained
     steps = config.steps or logged_steps
     assumed: list[str] = []
     beside = _beside(trace, pipeline, roles, config, assumed)
@@ -130,16 +132,6 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         logged=(_policy(trace, int(job["mini_batches"])), logged_s, logged_steps),
         seed=config.seed,
     )
-
-
-def _logged(trace: Trace) -> tuple[float, int]:
-    """Returns how long a run took, in seconds, and its steps; of one that did not finish, up to its last whole step."""
-    of = int(trace.meta.get("steps") or max(s.step for s in trace.spans))
-    whole = trace.whole_steps
-    if not whole or trace.meta.get("status", "finished") not in UNFINISHED:
-        return trace.wall, of
-    end = max(s.end for s in trace.spans if not s.optional and s.step <= whole[-1])
-    return trace.running_s(trace.window[0], end), len(whole)
 
 
 def _policy(trace: Trace, mini_batches: int) -> str:
@@ -326,6 +318,24 @@ def _refuse(config: PlanConfig, source: str) -> None:
         raise ConfigError(
             f"{given[0]}: the trace of {source} says what it was; leave it out, or plan from a costs.yaml."
         )
+
+
+def _refuse_service(plan: AgentPlan, pipeline: Pipeline, source: str) -> None:
+    """Rejects keys of the reward service where no stage sends it requests: they would have no effect.
+
+    Raises:
+        ConfigError: such a key was given.
+    """
+    given = [key for key in AgentPlan.model_fields if getattr(plan, key) != AgentPlan.model_fields[key].default]
+    if not given:
+        return
+    why = f"the run of {source} collects no rewards"
+    if (collector := pipeline.collector) is not None:
+        why = (
+            f"no stage of the role requests feeds '{collector.name}' in the run of {source}, so that it takes its "
+            "measured time"
+        )
+    raise ConfigError(f"reward.{given[0]}: {why}; leave it out.")
 
 
 def _saving(pipeline: Pipeline, every: int, trace: Trace, source: str) -> Pipeline:

@@ -13,6 +13,7 @@ from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError, DataError, PipelineError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
+from dataflow.planning.planner import parse_sweep
 from dataflow.planning.rewards import Validation
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
@@ -240,6 +241,33 @@ def test_keys_that_would_not_fit_what_was_measured_are_refused(tmp_path: Path, k
     perfetto.write(run(job()), tmp_path / "trace.json")
     with pytest.raises(ConfigError, match="says what it was; leave it out"):
         read_workload(str(tmp_path), [key])
+
+
+def asking_itself() -> Trace:
+    """The trace of a run whose collector asks for its rewards itself."""
+    trace = run(job())
+    for facts in trace.meta["job"]["pipeline"]["stages"]:
+        if facts["role"] == "requests":
+            facts["role"] = None
+    return trace
+
+
+@pytest.mark.parametrize(
+    "key", ["reward.latency=5", "reward.concurrency=4", "reward.rpm=60", "reward.agent=per-step", "reward.fit=false"]
+)
+def test_keys_of_a_service_that_no_stage_sends_requests_are_refused(tmp_path: Path, key: str) -> None:
+    perfetto.write(asking_itself(), tmp_path / "trace.json")
+    expected = f"{key.partition('=')[0]}: no stage of the role requests feeds 'reward_collect' in the run of {tmp_path}"
+    with pytest.raises(ConfigError, match=expected):
+        read_workload(str(tmp_path), [key])
+
+
+def test_a_run_whose_collector_asks_itself_is_planned_and_its_service_is_no_knob() -> None:
+    found = of_trace(asking_itself(), "a run", PlanConfig())
+    assert found.times["reward_collect"].mean > 1
+    assert parse_sweep("mini_batches:1:4", found)
+    with pytest.raises(ConfigError, match=r"no knob is named 'reward.concurrency' \(knobs: mini_batches\)"):
+        parse_sweep("reward.concurrency:1:4", found)
 
 
 def test_a_run_is_read_from_its_directory_or_its_file(tmp_path: Path) -> None:
