@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -22,11 +23,20 @@ HEAD = 1 << 24
 """Bytes in which the first line of a step is looked for."""
 
 
+def console_text(data: bytes) -> str:
+    """Decodes what a console wrote: UTF-8, or UTF-16 if its byte order mark says so, as PowerShell's ``>`` writes.
+
+    The mark is left out; bytes that are no text are replaced.
+    """
+    utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16" if utf16 else "utf-8-sig", "replace")
+
+
 def is_console(place: Path) -> bool:
     """True if a file has a line that verl's console logger writes at a step."""
     try:
         with place.open("rb") as file:
-            return any(_LINE.search(line) for line in file.read(HEAD).decode("utf-8", "replace").splitlines())
+            return any(_LINE.search(line) for line in console_text(file.read(HEAD)).splitlines())
     except OSError:
         return False
 
@@ -100,12 +110,17 @@ def _of_step(row: Any) -> tuple[int | None, dict[str, Any]]:
 def _lines(place: Path) -> Iterator[tuple[int, str]]:
     """Yields the lines of a file with their numbers."""
     try:
-        text = decoded(place.read_bytes()) if place.suffix == ".jsonl" else place.read_text("utf-8", "replace")
+        text = decoded(place.read_bytes()) if place.suffix == ".jsonl" else _console_lines(place.read_bytes())
     except OSError as error:
         raise DataError(f"log {place}: {error.strerror or error}; {GIVE}.") from error
     except ValueError as error:
         raise DataError(f"log {place} is not text ({error}); {GIVE}.") from error
     yield from enumerate(text.split("\n"), 1)
+
+
+def _console_lines(data: bytes) -> str:
+    # A progress bar ends its lines with \r alone.
+    return console_text(data).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _float(text: str) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.planning.sources.logs.lines import COLOUR, HEAD
+from dataflow.planning.sources.logs.lines import COLOUR, HEAD, console_text
 from dataflow.planning.sources.logs.mlflow import metric_folders
 
 KEYS = (
@@ -36,7 +36,7 @@ def read_settings(place: Path) -> dict[str, Any]:
 
 def _printed(place: Path) -> dict[str, Any]:
     with place.open("rb") as file:
-        text = COLOUR.sub("", file.read(HEAD).decode("utf-8", "replace"))
+        text = COLOUR.sub("", console_text(file.read(HEAD)))
     lines = text.splitlines()
     for at, line in enumerate(lines):
         if (begin := _BEGIN.match(line)) is None:

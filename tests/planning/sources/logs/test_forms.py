@@ -94,6 +94,24 @@ def test_each_form_gives_the_same_scalars(form: Callable[[Path, Log], Path], tmp
     assert found == COLUMNS
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+def test_a_console_log_is_read_in_the_encodings_that_consoles_write(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    lines = [f"step:{at} - {GEN}:{at}.5 - {UPDATE}:2.0\rTraining Progress: {at}%" for at in (1, 2)]
+    text = "\r\n".join(lines)
+    path.write_bytes((("\ufeff" if encoding == "utf-16-be" else "") + text).encode(encoding))
+    assert looks_like(path)
+    assert read_scalars(path).columns == {GEN: {1: 1.5, 2: 2.5}, UPDATE: {1: 2.0, 2: 2.0}}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_another_log_in_utf_16_is_refused_with_the_fix(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('{"step": 1}', encoding="utf-16")
+    with pytest.raises(DataError, match="it is UTF-16 or UTF-32 text; save it as UTF-8"):
+        read_scalars(path)
+
+
 @pytest.mark.heavy  # imports torch, through verl
 @pytest.mark.parametrize("form", ["console", "jsonl"])
 def test_what_verls_loggers_write_is_read(

@@ -43,6 +43,13 @@ def test_the_printed_configuration_is_read(prefix: str, tmp_path: Path) -> None:
     assert read_settings(path) == FOUND
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_the_printed_configuration_is_read_behind_a_byte_order_mark(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(pformat(CONFIG), encoding=encoding)
+    assert read_settings(path) == FOUND
+
+
 @pytest.mark.parametrize(
     "text", ["{'actor_rollout_ref': {'actor': {", "{'actor_rollout_ref': {'actor': <object>}}", "x"]
 )
