@@ -30,10 +30,12 @@ class Scalars:
     Attributes:
         path: the file or directory they were read from.
         columns: name -> {step: value}, names as verl logs them (``timing_s/gen``), steps ascending, none empty.
+        said: sentences on how they were read.
     """
 
     path: str
     columns: Mapping[str, Mapping[int, float]]
+    said: tuple[str, ...] = ()
 
     def series(self, name: str) -> dict[int, float]:
         """Returns a scalar's values by step; empty if it was never logged."""
@@ -63,7 +65,8 @@ def read_scalars(path: str | os.PathLike[str], timings: Sequence[str] = REQUIRED
     """
     place = Path(path)
     kept: dict[str, dict[int, float]] = {}
-    columns = _read(place, timings)
+    said: list[str] = []
+    columns = _read(place, timings, said)
     _refuse_own(place, columns)
     for name, series in columns.items():
         for step, value in sorted(series.items()):
@@ -76,7 +79,7 @@ def read_scalars(path: str | os.PathLike[str], timings: Sequence[str] = REQUIRED
             if not math.isnan(value):
                 kept.setdefault(name, {})[step] = value
     require(timings, list(kept), f"log {path}: no step has a value of")
-    return Scalars(str(path), kept)
+    return Scalars(str(path), kept, tuple(said))
 
 
 def _refuse_own(place: Path, columns: Columns) -> None:
@@ -94,7 +97,7 @@ def _refuse_own(place: Path, columns: Columns) -> None:
     raise DataError(f"log {place} is of a run of dataflow, not of verl's own loop ({_OWN[0]}); {named}.")
 
 
-def _read(place: Path, timings: Sequence[str]) -> Columns:
+def _read(place: Path, timings: Sequence[str], said: list[str]) -> Columns:
     if files := sorted(event_files(place), key=begun):
         return read_events(place, files)
     if place.is_dir():
@@ -102,7 +105,7 @@ def _read(place: Path, timings: Sequence[str]) -> Columns:
             raise DataError(f"log {place}: the directory holds no event files; {GIVE}.")
         return read_mlflow(place)
     if place.suffix.lower() == ".jsonl":
-        return read_jsonl(place)
+        return read_jsonl(place, said)
     if place.suffix.lower() != ".csv" and is_console(place):
-        return read_console(place)
+        return read_console(place, said)
     return read_table(place, timings)

@@ -51,7 +51,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
     log = _from_one(found)
     shown = signs(log)
-    assumed: list[str] = []
+    assumed = list(found.said)
     config = known_settings(path, config, assumed)
     needed, counted = examples(log, config)
     timed = bool(log.series("timing_s/adv")) or mean(log, "timing_s/reward") > HIDDEN_S

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import DataError
+from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.scalars import looks_like, read_scalars
 
 GEN, UPDATE = "timing_s/gen", "timing_s/update_actor"
@@ -135,6 +136,36 @@ def test_of_a_resumed_run_in_one_console_log_the_later_value_counts(tmp_path: Pa
     path = tmp_path / "slurm-17.out"
     path.write_text(f"step:1 - {GEN}:1.0 - {UPDATE}:2.0\nstep:2 - {GEN}:1.5 - {UPDATE}:2.0\nstep:2 - {GEN}:3.0\n")
     assert read_scalars(path).series(GEN) == {1: 1.0, 2: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([1, 2, 3, 4], ""),
+        ([1, 2, 5, 6], ""),
+        ([1, 2, 1, 2], "the log starts again at step 1 after step 2: the later lines were taken for"),
+        ([1, 2, 2, 3], "the log starts again at step 2 after step 2: "),
+        ([1, 3, 2, 4, 1], "the log starts again at step 2 after step 3, at step 1 after step 4: "),
+        ([1, 1, 1, 1, 1, 1], "at step 1 after step 1, at step 1 after step 1 and 2 more times: "),
+    ],
+)
+@pytest.mark.parametrize("form", ["console", "jsonl"])
+def test_a_plan_says_where_the_steps_of_a_log_begin_again(
+    form: str, steps: list[int], expected: str, tmp_path: Path
+) -> None:
+    names = (GEN, UPDATE, "timing_s/adv")
+    if form == "console":
+        lines = [f"step:{step} - {' - '.join(f'{name}:{at}' for name in names)}" for at, step in enumerate(steps)]
+        # A validation is no step.
+        lines = ["step:0 - val/acc:0.5", *lines, f"step:{steps[-1]} - val/acc:0.5"]
+    else:
+        lines = [json.dumps({"step": step, **dict.fromkeys(names, at)}) for at, step in enumerate(steps)]
+    path = tmp_path / f"run.{form}"
+    path.write_text("\n".join(lines) + "\n")
+    needed = ["prompts=4", "responses=2", "mini_batches=2", "reward.concurrency=4"]
+    workload, _ = read_workload(str(path), needed)
+    assert [expected in said for said in workload.assumptions if "starts again" in said] == [True] * bool(expected)
+    assert read_scalars(path).series(GEN)[steps[-1]] == len(steps) - 1
 
 
 @pytest.mark.parametrize(
