@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 PIPELINE = ROOT / "pipelines" / "gsm8k_grpo.py"
@@ -35,6 +35,12 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     if process.returncode:
         sys.exit(f"a run failed (exit code {process.returncode}):\n{errors}")
     return dict(json.loads(out))
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Ends a benchmark whose arguments are wrong, as argparse does: a sentence on stderr, and exit code 2."""
+    print(sentence, file=sys.stderr)
+    sys.exit(2)
 
 
 def _text(value: Any) -> str:

@@ -289,7 +289,10 @@ def main() -> None:
     parser.add_argument("-o", dest="out", default="auto.json")
     parser.add_argument("--real", type=int, metavar="N", help="run N real workloads, at most 6, instead")
     options = parser.parse_args()
-    if options.real:
+    for name in ("workloads", "workers", "real"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            parser.error(f"--{name}: give 1 or more.")
+    if options.real is not None:
         sys.exit(not measure_real(options.real, options.out))
     points = workloads(options.workloads)
     with ProcessPoolExecutor(options.workers) as pool:

@@ -82,3 +82,43 @@ def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
         assert bench.name_of(["ray::controller.run"]) == "ray::controller"
     assert "ray::trainer" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "out.json").read_text())["hf"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["steps=5"], "steps=5: give a whole number of 6 or more, so that there are steps to judge."),
+        (["steps=x"], "steps=x: give a whole number of 6 or more, so that there are steps to judge."),
+        (["steps=-7"], "steps=-7: give a whole number"),
+        (["steps"], "unknown: steps; use steps=N policy=NAME out=FILE."),
+        (["step=7"], "unknown: step=7; use steps=N policy=NAME out=FILE."),
+        (["policy=bth"], "unknown policy 'bth'; did you mean 'both'?"),
+    ],
+)
+def test_hand_offs_refuses_wrong_arguments_before_anything_runs(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with benchmark("hand_offs") as bench:
+        monkeypatch.setattr(bench, "start", lambda *_given, **_keys: pytest.fail("a run was started"))
+        with pytest.raises(SystemExit) as ended:
+            bench.main(arguments)
+        assert bench.parsed(["steps=6", "policy=auto"]) == (6, "auto", "hand_offs.json")
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(said)
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("argument", ["--workloads=0", "--workloads=-1", "--workers=0", "--real=0", "--real=-1"])
+def test_auto_refuses_wrong_numbers_before_anything_runs(
+    argument: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench: Any = importlib.import_module("auto")
+    for begin in ("workloads", "measure_real"):
+        monkeypatch.setattr(bench, begin, lambda *_given: pytest.fail("it began"))
+    monkeypatch.setattr(sys, "argv", ["auto.py", argument])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2
+    assert f"{argument.partition('=')[0]}: give 1 or more." in capsys.readouterr().err
