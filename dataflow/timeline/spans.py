@@ -222,12 +222,8 @@ class Trace:
 
     @property
     def trained(self) -> tuple[float, int]:
-        """The seconds of :attr:`wall` until the last whole step ended, and the number of steps.
-
-        Of a finished run, or one without a whole step, the wall and the steps that it was to have.
-        """
-        whole = self.whole_steps
-        if not whole or self.meta.get("status", "finished") not in UNFINISHED:
+        """Seconds running, and steps; of an unfinished run those until its last whole step ended, if it has one."""
+        if not (whole := self.whole_steps) or self.meta.get("status", "finished") not in UNFINISHED:
             return self.wall, int(self.meta.get("steps") or max((s.step for s in self.spans), default=0))
         end = max(s.end for s in self.spans if not s.optional and s.step <= whole[-1])
         return self.running_s(self.window[0], end), len(whole)
