@@ -37,8 +37,8 @@ _SYSTEM = {
     "max_direct_call_object_size": INLINE,
     # The history of tasks is for the dashboard. Recording it delays a task by up to 0.4 ms.
     "task_events_report_interval_ms": 0,
-    # By default Ray's workers give way to all other programs (a niceness of 15), also to the process that plans, which is
-    # to give way to them.
+    # By default Ray's workers give way to all other programs (a niceness of 15), also to the process that plans for
+    # policy=auto, which is to give way to them.
     "worker_niceness": 0,
 }
 """Settings of all of Ray's processes."""
