@@ -20,7 +20,7 @@ from dataflow.errors import DataError, ModelError
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.prompts import Prompts
 from dataflow.running.reporting.progress import Progress
-from tests.rigs.processes import below, command, left
+from tests.rigs.processes import commanded, left
 
 pytestmark = pytest.mark.heavy
 CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "é ✓", "")]
@@ -28,7 +28,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "
 
 
 def tokenizers() -> list[psutil.Process]:
-    return [each for each in below() if "dataflow.data.chats" in command(each)]
+    return commanded("dataflow.data.chats")
 
 
 def lists(ids: list[np.ndarray]) -> list[list[int]]:

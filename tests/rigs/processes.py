@@ -21,6 +21,19 @@ def command(process: psutil.Process) -> list[str]:
         return []
 
 
+def commanded(word: str, timeout: float = 10.0) -> list[psutil.Process]:
+    """Waits until processes below this one have a word in their command, and returns them; none after ``timeout``.
+
+    A process that was started a moment ago has no command line yet.
+    """
+
+    def found() -> list[psutil.Process]:
+        return [each for each in below() if word in command(each)]
+
+    until(found, timeout)
+    return found()
+
+
 def environment(process: psutil.Process) -> dict[str, str]:
     """Returns the environment of a process; empty if it has ended."""
     try:
