@@ -108,9 +108,10 @@ def resumed(directory: Path, overrides: Sequence[str], progress: Progress) -> Se
     if (summary := complete(directory, after.steps)) is not None:
         raise ConfigError(f"{Complete(directory, summary).words}; give a larger steps= to go on.")
     if _point(directory, after.steps) is None:
+        paid = ", which takes the rewards that its ledger holds" if any(directory.glob("rewards*.sqlite")) else ""
         raise ConfigError(
-            f"run '{directory}' has no checkpoint to resume from; begin it again with 'dataflow run' and resume=auto, "
-            "which takes the rewards that its ledger holds."
+            f"run '{directory}' has no checkpoint to resume from; begin it again with 'dataflow run' and "
+            f"resume=auto{paid}."
         )
     return Session(after, saved.module, progress, directory.resolve())
 

@@ -192,7 +192,9 @@ def test_wrong_input_is_one_sentence(keys: tuple[str, ...], tmp_path: Path, capf
         assert sorted(directory.rglob("*")) == before
         return said
 
-    assert "has no checkpoint to resume from" in refused("resume", str(directory), "steps=3")
+    said = refused("resume", str(directory), "steps=3")
+    assert "has no checkpoint to resume from" in said
+    assert "resume=auto, which takes the rewards that its ledger holds" in said
     assert "no run at" in refused("resume", str(directory) + "x")
     assert "leave it out, or allow it with resume.allow=[seed]" in refused("resume", str(directory), "seed=5")
     assert "engine.n=4: the run" in refused("resume", str(directory), "engine.n=4")
@@ -201,6 +203,7 @@ def test_wrong_input_is_one_sentence(keys: tuple[str, ...], tmp_path: Path, capf
     assert "resume=auto: give name=" in refused("run", PIPELINE, *keys, "resume=auto")
     ledger = directory / "rewards.sqlite"
     ledger.rename(tmp_path / "aside")
+    assert refused("resume", str(directory), "steps=3").endswith("and resume=auto."), "it paid for no reward"
     ledger.mkdir()
     assert "reward ledger" in refused("resume", str(directory), "steps=3")
     ledger.rmdir()
