@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import NamedTuple, TypeAlias
 
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace
 
@@ -16,6 +17,40 @@ MARKS = 20_000
 """Reward requests of a window at most, as they are sent to another process."""
 _CHANGED = 0.25
 """Change of a mean (of the logarithm) from one step to the later ones that is one of the run, not of chance."""
+
+
+class Latency(NamedTuple):
+    """The logarithms of the latencies of some requests.
+
+    Attributes:
+        number: of the requests.
+        mean: of the logarithms.
+        squares: sum of their squared differences from the mean.
+    """
+
+    number: int
+    mean: float
+    squares: float
+
+    @classmethod
+    def of(cls, logs: Sequence[float]) -> Latency:
+        mean = statistics.fmean(logs)
+        return cls(len(logs), mean, math.fsum((log - mean) ** 2 for log in logs))
+
+    def joined(self, other: Latency) -> Latency:
+        """Returns the latencies of both."""
+        number, apart = self.number + other.number, other.mean - self.mean
+        squares = self.squares + other.squares + apart**2 * self.number * other.number / number
+        return Latency(number, self.mean + apart * other.number / number, squares)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean; infinite for a single request."""
+        return math.sqrt(self.squares / (self.number - 1) / self.number) if self.number > 1 else math.inf
+
+
+Latencies: TypeAlias = Mapping[str, Latency]
+"""By agent."""
 
 
 def window(trace: Trace, last: int, rewards_of: int | None = None) -> Trace | None:
@@ -35,17 +70,18 @@ def window(trace: Trace, last: int, rewards_of: int | None = None) -> Trace | No
         if last - MOST < span.step <= last:
             spans.setdefault(span.step, []).append(span)
     marks = _marks(trace, last)
+    latencies = {step: _latencies(of) for step, of in marks.items()}
     steps = sorted(spans)
     if len(steps) > 1 and steps[0] == 1:
         steps = steps[1:]
     kept: list[int] = []
     usual: list[int] = []  # the kept ones but for exceptions
     for step in reversed(steps):
-        near = [mark for at in usual[-2:] for mark in marks.get(at, ())]  # a slow drift is no change
-        if _differs_in_work(step, kept, spans) or _differs_in_latency(step, near, marks):
+        near = _together([latencies.get(at, {}) for at in usual[-2:]])  # a slow drift is no change
+        if _differs_in_work(step, kept, spans) or _differs_in_latency(step, near, latencies):
             break
         kept.append(step)
-        if not _changes(marks.get(step, ()), near):
+        if not _changes(latencies.get(step, {}), near):
             usual.append(step)
         if sum(len(marks.get(at, ())) for at in kept) > MARKS:
             break
@@ -75,7 +111,9 @@ def latency_changed(trace: Trace, step: int, last: int, whole: bool) -> bool:
         whole: whether all of its rewards are there; the first to arrive can only show that the service is slower.
     """
     marks = _marks(trace, step)
-    changes = _changes(marks.get(step, ()), marks.get(last, ())) if step > last else {}
+    if step <= last:
+        return False
+    changes = _changes(_latencies(marks.get(step, ())), _latencies(marks.get(last, ())))
     return any(whole or change > 0 for change in changes.values())
 
 
@@ -107,37 +145,31 @@ def _differs_in_work(step: int, later: Sequence[int], spans: dict[int, list[Span
     return min(logs) > _CHANGED or max(logs) < -_CHANGED
 
 
-def _differs_in_latency(step: int, near: Sequence[Mark], marks: dict[int, list[Mark]]) -> bool:
+def _differs_in_latency(step: int, near: Latencies, latencies: Mapping[int, Latencies]) -> bool:
     """Whether a step and the one before it both differ from later ones in an agent's latency, by more than chance."""
-    mine, before = marks.get(step, []), marks.get(step - 1, [])
+    mine, before = latencies.get(step, {}), latencies.get(step - 1, {})
     if not before:
         return bool(_changes(mine, near))
     one, other = _changes(mine, near, sure=False), _changes(before, near, sure=False)
     return any(
         change * one.get(agent, 0.0) > 0 and change * other.get(agent, 0.0) > 0
-        for agent, change in _changes([*before, *mine], near).items()
+        for agent, change in _changes(_together([before, mine]), near).items()
     )
 
 
-def _changes(these: Sequence[Mark], those: Sequence[Mark], sure: bool = True) -> dict[str, float]:
+def _changes(these: Latencies, those: Latencies, sure: bool = True) -> dict[str, float]:
     """Returns by how much the mean of the logarithm of latencies differs from that of others, by agent.
 
     Args:
-        these: requests.
-        those: others.
+        these: of some requests.
+        those: of others.
         sure: whether to leave out what may be chance.
     """
-    one, others = _logs(these), _logs(those)
     found = {}
-    for agent in one.keys() & others.keys():
-        ours, theirs = one[agent], others[agent]
-        change, least = statistics.fmean(ours) - statistics.fmean(theirs), _CHANGED / 2
-        if sure and (len(ours) < 2 or len(theirs) < 2):
-            continue
-        if sure:
-            spread = statistics.stdev(ours) / len(ours) ** 0.5, statistics.stdev(theirs) / len(theirs) ** 0.5
-            least = max(least, 4 * math.hypot(*spread))
-        if abs(change) > least:
+    for agent in these.keys() & those.keys():
+        ours, theirs = these[agent], those[agent]
+        chance = 4 * math.hypot(ours.error, theirs.error) if sure else 0.0
+        if abs(change := ours.mean - theirs.mean) > max(_CHANGED / 2, chance):
             found[agent] = change
     return found
 
@@ -147,10 +179,18 @@ def _work(spans: Sequence[Span]) -> float:
     return sum(s.end - s.begin for s in spans if s.resource in POOLS and not s.optional)
 
 
-def _logs(marks: Sequence[Mark]) -> dict[str, list[float]]:
-    """Returns the logarithms of the latencies of each agent, or of the stage that collects from it."""
-    found: dict[str, list[float]] = {}
+def _latencies(marks: Sequence[Mark]) -> Latencies:
+    """Returns the latencies of each agent, or of the stage that collects from it."""
+    logs: dict[str, list[float]] = {}
     for m in marks:
         if m.name == "reward" and 0 < m.end - m.begin < math.inf:
-            found.setdefault(m.args.get("collector", m.resource), []).append(math.log(m.end - m.begin))
+            logs.setdefault(m.args.get("collector", m.resource), []).append(math.log(m.end - m.begin))
+    return {agent: Latency.of(of) for agent, of in logs.items()}
+
+
+def _together(each: Sequence[Latencies]) -> Latencies:
+    found: dict[str, Latency] = {}
+    for latencies in each:
+        for agent, one in latencies.items():
+            found[agent] = found[agent].joined(one) if agent in found else one
     return found

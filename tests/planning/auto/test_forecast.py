@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataflow import simulate as simulate_costs
 from dataflow.config.base import PipelineConfig
 from dataflow.distribution import Distribution
 from dataflow.graph import Pipeline, stage
 from dataflow.planning.auto.forecast import Forecast, candidates, forecast, steady_s
-from dataflow.planning.auto.window import latency_changed, window
+from dataflow.planning.auto.window import Latency, latency_changed, window
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
@@ -222,3 +225,12 @@ def test_a_pipeline_of_ones_own_whose_rewards_no_agent_collects_is_predicted(gro
     stale = found[SchedulingPolicy(1, 1)]
     assert stale is not None
     assert stale < 8.0
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=9), st.lists(st.floats(-5, 5), min_size=1, max_size=9))
+def test_latencies_joined_are_those_of_all_requests(one: list[float], other: list[float]) -> None:
+    found, every = Latency.of(one).joined(Latency.of(other)), [*one, *other]
+    assert found.number == len(every)
+    assert found.mean == pytest.approx(statistics.fmean(every), abs=1e-9)
+    assert found.error == pytest.approx(statistics.stdev(every) / len(every) ** 0.5, abs=1e-6)
+    assert Latency.of([1.0]).error == math.inf
