@@ -17,7 +17,7 @@ from dataflow.usercode.failures import (
     can_be_traced,
     encodable,
     is_cancelled,
-    message_of,
+    named,
     pickled_error,
     readable,
     shortened,
@@ -66,7 +66,7 @@ def answer_to(error: BaseException) -> BaseException:
     sent = None if is_cancelled(error) else pickled_error(error, dumps)
     if is_cancelled(error) or (sent is not None and can_be_traced(error)):
         return error
-    what = encodable(f"{type(error).__name__}: {message_of(error)}".rstrip(": "))
+    what = encodable(named(error))
     copy: BaseException | None = None if sent is None else pickle.loads(sent)
     instead = copy if copy is not None and can_be_traced(copy) else RunError(what)
     instead.add_note(trace_of(error))

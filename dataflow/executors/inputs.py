@@ -14,7 +14,7 @@ from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RunError
 from dataflow.executors.parts import Parts
 from dataflow.usercode.copies import readable_once
-from dataflow.usercode.failures import is_ours, message_of
+from dataflow.usercode.failures import is_ours, named
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,4 @@ def _raised(error: BaseException) -> str:
     """Returns an error of user code in words; raises it if it is an interrupt, or a sentence already."""
     if isinstance(error, DataflowError) or is_ours(error):
         raise error
-    return f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
+    return named(error)

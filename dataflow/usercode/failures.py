@@ -112,6 +112,11 @@ def message_of(error: BaseException) -> str:
     return line if size <= LONGEST else f"{line[:LONGEST]}... ({size:,} characters)"
 
 
+def named(error: BaseException) -> str:
+    """Returns the type of an exception and its message, if it has one; see :func:`message_of`."""
+    return f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
+
+
 def trace_of(error: BaseException) -> str:
     """Returns the traceback of an exception and its causes, shortened; of an unreadable one the frames."""
     try:
@@ -239,7 +244,7 @@ class Contained(OneProcess):
     def _instead(self, error: BaseException) -> BaseException:
         if is_interrupt(error):
             raise error
-        return UserExit(f"{type(error).__name__}: {message_of(error)}".rstrip(": "))
+        return UserExit(named(error))
 
 
 def pickled_error(error: BaseException, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes | None:
