@@ -105,7 +105,7 @@ class Runner:
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
         self._emitted_at: dict[TaskId, dict[int, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
-        self._ahead = graph.first
+        self._newest = graph.first  # step whose inputs were fetched, some of them ahead
         self._over = False
         self._restored = restored or Restored()
         self._ended: deque[Done | Chunk] = deque()  # of tasks whose values are restored
@@ -326,8 +326,8 @@ class Runner:
 
     def _fetch_ahead(self, step: int) -> None:
         """Fetches inputs of a step while the tasks before it run, so that none of its own waits for them."""
-        if self._inputs.ahead and self._ahead < step <= self.graph.steps:
-            self._ahead = step
+        if self._inputs.ahead and self._newest < step <= self.graph.steps:
+            self._newest = step
             read = (item for task in self.graph.unroll(step) for item in task.inputs)
             self._inputs.fetch_ahead(step, {i.field for i in read if not i.sources and not i.state})
 

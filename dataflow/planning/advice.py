@@ -115,7 +115,7 @@ def _about_the_bound(
     if agent is not None:
         rewards = workload.service_of(agent)
         # Of the policy's own run, as the bounds are: the work of a validation after the last step bounds nothing.
-        gpu = best.bounds_s[BOUNDS["gpu"]] * best.step_s / best.total_s
+        gpu = best.per_step(best.bounds_s[BOUNDS["gpu"]])
         each, load, most = rewards.latency.mean, calls * rewards.seconds, math.inf
         if rewards.rpm and calls * 60 / rewards.rpm >= calls * each / rewards.concurrency:
             wanted = needed = math.ceil(calls * 60 / gpu)

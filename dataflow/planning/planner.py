@@ -58,7 +58,11 @@ class Prediction:
     @property
     def lower_bound_step_s(self) -> float:
         """The lower bound per step."""
-        return self.lower_bound_s * self.step_s / self.total_s if self.total_s else 0.0
+        return self.per_step(self.lower_bound_s)
+
+    def per_step(self, seconds: float) -> float:
+        """Returns the share of a step in seconds of the whole training."""
+        return seconds * self.step_s / self.total_s if self.total_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the prediction as a JSON-serializable dictionary."""

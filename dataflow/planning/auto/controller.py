@@ -179,7 +179,7 @@ class Controller:
         if took is not None and took / present - 1 > WRONG:
             present = took
         self._expected_s = present
-        # Where the steps of the prediction begin, the workload has changed, or it is their largest number.
+        # A prediction from fewer steps than there could be is made from those since the workload changed.
         changed = since if since > self._first + 1 and step + 1 - since < MOST else 0
         if step + 1 - since >= COUNTED:
             self._losses = [loss for loss in self._losses if loss.since >= changed]

@@ -31,10 +31,11 @@ HEAD = 1 << 24
 def console_text(data: bytes) -> str:
     """Decodes what a console wrote: UTF-8, or UTF-16 if its byte order mark says so, as PowerShell's ``>`` writes.
 
-    The mark is left out; bytes that are no text are replaced.
+    The mark is left out, bytes that are no text are replaced, and each line ends with a line feed: a progress bar ends
+    its own with a carriage return alone.
     """
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return data.decode("utf-16" if utf16 else "utf-8-sig", "replace")
+    return data.decode("utf-16" if utf16 else "utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def is_console(place: Path) -> bool:
@@ -141,17 +142,12 @@ def _of_step(row: Any) -> tuple[int | None, dict[str, Any]]:
 def _lines(place: Path) -> Iterator[tuple[int, str]]:
     """Yields the lines of a file with their numbers."""
     try:
-        text = decoded(place.read_bytes()) if place.suffix == ".jsonl" else _console_lines(place.read_bytes())
+        text = decoded(place.read_bytes()) if place.suffix == ".jsonl" else console_text(place.read_bytes())
     except OSError as error:
         raise DataError(f"log {place}: {error.strerror or error}; {GIVE}.") from error
     except ValueError as error:
         raise DataError(f"log {place} is not text ({error}); {GIVE}.") from error
     yield from enumerate(text.split("\n"), 1)
-
-
-def _console_lines(data: bytes) -> str:
-    # A progress bar ends its lines with \r alone.
-    return console_text(data).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _float(text: str) -> float | None:
