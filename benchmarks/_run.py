@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,24 @@ def refuse(sentence: str) -> NoReturn:
     """Ends a benchmark whose arguments are wrong, as argparse does: a sentence on stderr, and exit code 2."""
     print(sentence, file=sys.stderr)
     sys.exit(2)
+
+
+def parsed(arguments: Sequence[str], defaults: Mapping[str, str], use: str) -> dict[str, str]:
+    """Returns ``key=value`` arguments over their defaults; ends the benchmark if one is no such pair or unknown."""
+    given = dict(defaults)
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if not equals or key not in given:
+            refuse(f"unknown: {text}; {use}.")
+        given[key] = value
+    return given
+
+
+def whole(name: str, text: str, least: int = 1) -> int:
+    """Returns a whole number that was given as text; ends the benchmark if it is none, or too small."""
+    if not text.isdecimal() or int(text) < least:
+        refuse(f"{name}={text}: give a whole number of {least} or more.")
+    return int(text)
 
 
 def _text(value: Any) -> str:

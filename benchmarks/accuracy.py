@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import finish, start, table
+from _run import finish, parsed, start, table, whole
 
 POLICIES = ("baseline", "mini-batch", "off-policy", "both")
 EVERY, LAST = 3, 3
@@ -35,11 +35,10 @@ def settings(seeds: int) -> Iterator[tuple[str, str | None, int]]:
 
 
 def main(arguments: list[str]) -> int:
-    given = dict(text.split("=", 1) for text in arguments)
-    seeds, steps, jobs = (int(given.pop(k, d)) for k, d in (("seeds", 5), ("steps", 60), ("jobs", 2)))
-    out = Path(given.pop("out", "docs/accuracy.json"))
-    if given:
-        sys.exit(f"unknown: {', '.join(given)}; use seeds=, steps=, jobs=, out=")
+    defaults = {"seeds": "5", "steps": "60", "jobs": "2", "out": "docs/accuracy.json"}
+    given = parsed(arguments, defaults, "use seeds=N steps=N jobs=N out=FILE")
+    seeds, steps, jobs = (whole(name, given[name]) for name in ("seeds", "steps", "jobs"))
+    out = Path(given["out"])
     curves: dict[str, dict[str, float]] = json.loads(out.read_text()) if out.is_file() else {}
     wanted = [(key(*one), one) for one in settings(seeds)]
     todo = [one for name, one in wanted if str(steps) not in curves.get(name, {})]

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import finish, refuse, start, table
+from _run import finish, parsed, refuse, start, table, whole
 
 from dataflow.errors import PolicyError
 from dataflow.policy import AUTO, preset
@@ -47,27 +47,14 @@ def between(spans: Sequence[Span]) -> tuple[dict[tuple[str, str], list[float]], 
     return pairs, [sums[step] for step in sorted(sums)]
 
 
-def parsed(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Returns steps, policy and the file to write; ends the benchmark if one of the arguments is wrong."""
-    given = {"steps": "40", "policy": "both", "out": "hand_offs.json"}
-    for text in arguments:
-        key, equals, value = text.partition("=")
-        if not equals or key not in given:
-            refuse(f"unknown: {text}; {USE}.")
-        given[key] = value
-    steps, policy = given["steps"], given["policy"]
-    if not steps.isdecimal() or int(steps) < FEWEST:
-        refuse(f"steps={steps}: give a whole number of {FEWEST} or more, so that there are steps to judge.")
+def main(arguments: list[str]) -> int:
+    given = parsed(arguments, {"steps": "40", "policy": "both", "out": "hand_offs.json"}, USE)
+    steps, policy, out = whole("steps", given["steps"], FEWEST), given["policy"], given["out"]
     if policy != AUTO:
         try:
             preset(policy, mini_batches=1)
         except PolicyError as error:
             refuse(str(error))
-    return int(steps), policy, given["out"]
-
-
-def main(arguments: list[str]) -> int:
-    steps, policy, out = parsed(arguments)
     keys = {"policy": policy, "steps": steps, "engine__rollout": "hf", "val__every": 0, "judge__time_scale": 0.0005}
     with tempfile.TemporaryDirectory() as runs:
         finish(start(Path(runs), "run", **keys))

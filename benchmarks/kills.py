@@ -30,9 +30,10 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import PIPELINE, ROOT, table
+from _run import PIPELINE, ROOT, parsed, refuse, table, whole
 
 VICTIMS = ("command", "driver", "raylet", "gcs", "trainer", "rollout", "reward", "judge", "controller")
+ENGINES = ("hf", "vllm")
 LEFT_S = 5.0
 MAPS_EVERY = 10  # looks, of 0.1 s each
 DEADLINE_S = 300.0
@@ -256,13 +257,13 @@ def measure(runs: Path, times: int, seed: int, victims: list[str], engines: list
 
 
 def main(arguments: list[str]) -> int:
-    given = dict(text.split("=", 1) for text in arguments)
-    times, seed = int(given.pop("times", 10)), int(given.pop("seed", 0))
-    victims = given.pop("victims", ",".join(VICTIMS)).split(",")
-    engines = given.pop("engines", "hf,vllm").split(",")
-    out = given.pop("out", None)
-    if given or not set(victims) <= set(VICTIMS):
-        sys.exit(f"use times=N seed=N engines=hf,vllm out=FILE victims= of {','.join(VICTIMS)}")
+    defaults = {"times": "10", "seed": "0", "victims": ",".join(VICTIMS), "engines": ",".join(ENGINES), "out": ""}
+    use = f"use times=N seed=N out=FILE engines= of {','.join(ENGINES)} victims= of {','.join(VICTIMS)}"
+    given = parsed(arguments, defaults, use)
+    times, seed, out = whole("times", given["times"]), whole("seed", given["seed"], 0), given["out"]
+    victims, engines = given["victims"].split(","), given["engines"].split(",")
+    if not (set(victims) <= set(VICTIMS) and set(engines) <= set(ENGINES)):
+        refuse(f"{use}.")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as runs:
         for row in measure(Path(runs), times, seed, victims, engines):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import finish, start, table
+from _run import finish, parsed, start, table, whole
 
 POLICIES = ("baseline", "mini-batch", "off-policy", "both")
 CONCURRENCY, MEAN_DELAY_S, SAMPLES = 64, 20.5, 32 * 8
@@ -40,11 +40,8 @@ def measure(runs: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    given = dict(text.split("=", 1) for text in arguments)
-    steps = int(given.pop("steps", 20))
-    out = given.pop("out", None)
-    if given:
-        sys.exit(f"unknown: {', '.join(given)}; use steps=N out=DIR")
+    given = parsed(arguments, {"steps": "20", "out": ""}, "use steps=N out=DIR")
+    steps, out = whole("steps", given["steps"]), given["out"]
     with tempfile.TemporaryDirectory() as temporary:
         rows = measure(Path(out or temporary), steps)
     first = rows[0]

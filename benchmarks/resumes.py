@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import table
+from _run import parsed, refuse, table, whole
 from kills import Run
 
 VICTIMS = ("driver", "command", "trainer", "rollout", "reward", "judge", "raylet")
@@ -246,19 +246,16 @@ def trials(
 
 
 def main(arguments: list[str]) -> int:
-    given = dict(text.partition("=")[::2] for text in arguments)
-    times, seed = int(given.pop("times", 1)), int(given.pop("seed", 0))
-    victims = given.pop("victims", ",".join(VICTIMS)).split(",")
-    policies = given.pop("policies", ",".join(POLICIES)).split(",")
-    keep, out, kind = given.pop("keep", None), given.pop("out", None), given.pop("kind", "hf")
-    if (
-        given
-        or kind not in KINDS
-        or not {v for names in victims for v in names.split("+")} <= {*VICTIMS}
-        or not {*policies} <= {*POLICIES}
-    ):
-        known = f"victims= of {','.join(VICTIMS)}, joined by + or , policies= of {','.join(POLICIES)}"
-        sys.exit(f"use times=N seed=N keep=DIR out=FILE kind={'|'.join(KINDS)} {known}")
+    known = f"victims= of {','.join(VICTIMS)}, joined by + or , policies= of {','.join(POLICIES)}"
+    use = f"use times=N seed=N keep=DIR out=FILE kind={'|'.join(KINDS)} {known}"
+    defaults = {"times": "1", "seed": "0", "victims": ",".join(VICTIMS), "policies": ",".join(POLICIES)}
+    given = parsed(arguments, {**defaults, "keep": "", "out": "", "kind": "hf"}, use)
+    times, seed = whole("times", given["times"]), whole("seed", given["seed"], 0)
+    victims, policies = given["victims"].split(","), given["policies"].split(",")
+    keep, out, kind = given["keep"], given["out"], given["kind"]
+    struck = {victim for names in victims for victim in names.split("+")}
+    if kind not in KINDS or not struck <= {*VICTIMS} or not {*policies} <= {*POLICIES}:
+        refuse(f"{use}.")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         kept = Path(keep or place).absolute()

@@ -85,24 +85,29 @@ def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "argument", "said"),
     [
-        (["steps=5"], "steps=5: give a whole number of 6 or more, so that there are steps to judge."),
-        (["steps=x"], "steps=x: give a whole number of 6 or more, so that there are steps to judge."),
-        (["steps=-7"], "steps=-7: give a whole number"),
-        (["steps"], "unknown: steps; use steps=N policy=NAME out=FILE."),
-        (["step=7"], "unknown: step=7; use steps=N policy=NAME out=FILE."),
-        (["policy=bth"], "unknown policy 'bth'; did you mean 'both'?"),
+        ("hand_offs", "steps=5", "steps=5: give a whole number of 6 or more."),
+        ("hand_offs", "steps=x", "steps=x: give a whole number of 6 or more."),
+        ("hand_offs", "steps", "unknown: steps; use steps=N policy=NAME out=FILE."),
+        ("hand_offs", "policy=bth", "unknown policy 'bth'; did you mean 'both'?"),
+        ("accuracy", "jobs=0", "jobs=0: give a whole number of 1 or more."),
+        ("policies", "steps=-7", "steps=-7: give a whole number of 1 or more."),
+        ("policies", "step=7", "unknown: step=7; use steps=N out=DIR."),
+        ("kills", "engines=hf,sglang", "use times=N"),
+        ("kills", "times=1.5", "times=1.5: give a whole number of 1 or more."),
+        ("resumes", "victims=judge+nobody", "use times=N"),
+        ("resumes", "seed=x", "seed=x: give a whole number of 0 or more."),
     ],
 )
-def test_hand_offs_refuses_wrong_arguments_before_anything_runs(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_argument_is_refused_before_anything_runs(
+    name: str, argument: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with benchmark("hand_offs") as bench:
-        monkeypatch.setattr(bench, "start", lambda *_given, **_keys: pytest.fail("a run was started"))
+    with benchmark(name) as bench:
+        for start in ("start", "measure", "trials"):
+            monkeypatch.setattr(bench, start, lambda *_given, **_keys: pytest.fail("it started"), raising=False)
         with pytest.raises(SystemExit) as ended:
-            bench.main(arguments)
-        assert bench.parsed(["steps=6", "policy=auto"]) == (6, "auto", "hand_offs.json")
+            bench.main([argument])
     assert ended.value.code == 2
     printed = capsys.readouterr().err
     assert printed.startswith(said)
