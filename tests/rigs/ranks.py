@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import select
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,18 @@ def alone() -> dict[str, str]:
     """The environment without what makes a process a rank."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in os.environ.items() if name not in ranks}
+
+
+def free_ports(number: int) -> list[int]:
+    """Returns ports that only who names them gets: the system gives others to programs that ask for any."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 1_000):
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == number:
+            return found
+    raise OSError("no ports are free")
 
 
 class RankHost:
@@ -50,10 +64,7 @@ class RankHost:
         """Runs each (job, path) on that many processes, one after another; returns results by rank and job."""
         import torch
 
-        found = [socket.create_server(("127.0.0.1", 0)) for _ in jobs]
-        ports = [str(server.getsockname()[1]) for server in found]
-        for server in found:
-            server.close()
+        ports = map(str, free_ports(len(jobs)))
         words = [word for port, (name, path) in zip(ports, jobs, strict=True) for word in (port, name, str(path))]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -90,8 +101,15 @@ def main(directory: str) -> None:
                 work(f"{out}/{rank}.pt", *words)
                 return  # as any process ends, with its threads and what it has registered for its exit
             pids.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps(codes), flush=True)
+        codes: dict[int, int] = {}
+        while len(codes) < world:
+            pid, status = os.wait()
+            if pid in pids:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            if codes.get(pid):  # the others would wait for it
+                for other in set(pids).difference(codes):
+                    os.kill(other, signal.SIGKILL)
+        print(json.dumps([codes[pid] for pid in pids]), flush=True)
 
 
 def become(rank: int, world: int, out: str) -> None:
