@@ -55,10 +55,10 @@ def parsed(arguments: Sequence[str], defaults: Mapping[str, str], use: str) -> d
     return given
 
 
-def whole(name: str, text: str, least: int = 1) -> int:
-    """Returns a whole number that was given as text; ends the benchmark if it is none, or too small."""
+def whole(name: str, text: str, least: int = 1, why: str = "") -> int:
+    """Returns a whole number that was given as text; ends the benchmark if it is none, or too small (``why``)."""
     if not text.isdecimal() or int(text) < least:
-        refuse(f"{name}={text}: give a whole number of {least} or more.")
+        refuse(f"{name}={text}: give a whole number of {least} or more{f', {why}' if why else ''}.")
     return int(text)
 
 

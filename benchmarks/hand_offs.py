@@ -49,7 +49,8 @@ def between(spans: Sequence[Span]) -> tuple[dict[tuple[str, str], list[float]], 
 
 def main(arguments: list[str]) -> int:
     given = parsed(arguments, {"steps": "40", "policy": "both", "out": "hand_offs.json"}, USE)
-    steps, policy, out = whole("steps", given["steps"], FEWEST), given["policy"], given["out"]
+    steps = whole("steps", given["steps"], FEWEST, "so that there are steps to judge")
+    policy, out = given["policy"], given["out"]
     if policy != AUTO:
         try:
             preset(policy, mini_batches=1)

@@ -87,8 +87,10 @@ def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
 @pytest.mark.parametrize(
     ("name", "argument", "said"),
     [
-        ("hand_offs", "steps=5", "steps=5: give a whole number of 6 or more."),
-        ("hand_offs", "steps=x", "steps=x: give a whole number of 6 or more."),
+        ("hand_offs", "steps=5", "steps=5: give a whole number of 6 or more, so that there are steps to judge."),
+        ("hand_offs", "steps=x", "steps=x: give a whole number of 6 or more, so that there are steps to judge."),
+        ("hand_offs", "steps=-7", "steps=-7: give a whole number"),
+        ("hand_offs", "step=7", "unknown: step=7; use steps=N policy=NAME out=FILE."),
         ("hand_offs", "steps", "unknown: steps; use steps=N policy=NAME out=FILE."),
         ("hand_offs", "policy=bth", "unknown policy 'bth'; did you mean 'both'?"),
         ("accuracy", "jobs=0", "jobs=0: give a whole number of 1 or more."),
@@ -112,6 +114,20 @@ def test_a_wrong_argument_is_refused_before_anything_runs(
     printed = capsys.readouterr().err
     assert printed.startswith(said)
     assert printed.count("\n") == 1
+
+
+def test_hand_offs_runs_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+
+    def ends(*_given: Any, **keys: Any) -> Any:
+        started.update(keys)
+        raise SystemExit("it started")
+
+    with benchmark("hand_offs") as bench:
+        monkeypatch.setattr(bench, "start", ends)
+        with pytest.raises(SystemExit, match="it started"):
+            bench.main(["steps=6", "policy=auto"])
+    assert (started["steps"], started["policy"]) == (6, "auto")
 
 
 @pytest.mark.parametrize("argument", ["--workloads=0", "--workloads=-1", "--workers=0", "--real=0", "--real=-1"])

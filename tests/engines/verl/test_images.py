@@ -24,7 +24,7 @@ from dataflow.models.directory import check_files, check_weights
 from dataflow.models.processor import Processor
 from dataflow.models.tiny_vision import write_tiny_vision
 from tests.engines.images import ROWS, R, by_transformers, row, source
-from tests.rigs.ranks import RankHost
+from tests.rigs.ranks import RankHost, free_ports
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -51,13 +51,8 @@ def responses(engine: HfRollout, prompts: Batch) -> Batch:
 @pytest.fixture(scope="module")
 def trainer(model: Path) -> Iterator[VerlTrainer]:
     before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ["MASTER_PORT"] = str(free_ports(1)[0])
     # One row in a micro-batch: some micro-batches show nothing.
     made = VerlTrainer(str(model), TrainerConfig(micro_batch_size=1, lr=1e-3), AlgorithmConfig(), 10, R)
     yield made
