@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from dataflow.batch import Batch
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Chunk, Done, Executor, Report, StageCall
+from dataflow.executors.base import Chunk, Done, Executor, Kept, Queueing, StageCall
 from dataflow.executors.calling import failure
 from dataflow.executors.inputs import StepInputs
 from dataflow.executors.parts import Parts
+from dataflow.executors.restored import Restored
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
 from dataflow.scheduler import Scheduler
 from dataflow.tasks.events import (
@@ -31,36 +30,6 @@ from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.usercode.failures import message_of
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a run resumes from: the graph's states, and fields of steps whose tasks ran before the checkpoint.
-
-    Attributes:
-        states: value of each state (a field that is read as Carried or Latest).
-        fields: values of later steps, by field and step; a task that would write them is not run again.
-    """
-
-    states: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[tuple[str, int], Any] = field(default_factory=dict)
-
-    def holds(self, task: Task) -> bool:
-        """Whether all that a task writes is restored."""
-        writes = task.stage.writes
-        return bool(writes) and all((name, task.id.step) in self.fields for name in writes)
-
-    def events(self, task: Task, now: float, put: Callable[[Any], Any]) -> Iterator[Done | Chunk]:
-        """Yields the events of a held task as if it ran: its chunks, in the order of the groups, and its end."""
-        values = {name: self.fields[name, task.id.step] for name in task.stage.writes}
-        written = {name: value.ids for name, value in values.items() if isinstance(value, Batch)}
-        ids = next(iter(written.values()), ())
-        for number in range(task.emits if task.emits > 1 else 0):
-            mine = ids[len(ids) * number // task.emits : len(ids) * (number + 1) // task.emits]
-            chunk = tuple(put(value.select(mine)) for value in values.values())
-            yield Chunk(task.id._replace(part=number, parts=task.emits), now, mine, chunk)
-        report = Report(now, now, ids if task.stage.collects else None, written=written)
-        yield Done(task.id, report, tuple(put(value) for value in values.values()))
 
 
 class Runner:
@@ -301,8 +270,18 @@ class Runner:
                 ended, self._unrecorded = self._unrecorded, None
                 self._record(*ended)
             finished = self._end(instructions)
+        if not finished and isinstance(self.executor, Queueing):
+            self._queue(self.executor)
         self._fetch_ahead(max((i.task.id.step for i in instructions if isinstance(i, Start)), default=0) + 1)
         return finished
+
+    def _queue(self, executor: Queueing) -> None:
+        """Sends each task that is certain to follow the one that runs in its process."""
+        for queued in self.scheduler.queue():
+            task = queued.task
+            reads_input = any(i.field in self.graph.pipeline.inputs for i in task.inputs)  # its function may raise
+            if not reads_input and not self._restored.holds(task):
+                executor.queue(task, *self._call(task, queued.groups, queued.after))
 
     def _end(self, instructions: list[Instruction]) -> bool:
         """Reports the steps that are done, forgets finished ones, cancels tasks; returns whether the run is over."""
@@ -337,11 +316,31 @@ class Runner:
 
     def _start(self, instruction: Start) -> None:
         task = instruction.task
+        call, values = self._call(task, instruction.groups)
+        now = self.executor.now()
+        if self._origin is None:
+            self._origin = now
+        self._tasks[task.id] = (task, instruction.waited_for, now)
+        if self._restored.holds(task):
+            self._ended += self._restored.events(task, now, self.executor.put)
+            return
+        self.executor.start(task, call, values)
+
+    def _call(
+        self, task: Task, groups: tuple[int, ...] | None, after: Task | None = None
+    ) -> tuple[StageCall, list[Any]]:
+        """Returns a call of a stage function and handles of its fields.
+
+        Args:
+            task: of the call.
+            groups: that it works on; None for all.
+            after: a task that has not ended, whose outputs are found in its process.
+        """
         i = task.id
         layout: list[tuple[str, int, bool]] = []
         values: list[Any] = []
         for item in task.inputs:
-            found = self._find(item, i.step)
+            found = self._find(item, i.step, after)
             layout.append((item.field, len(found), item.state or item.whole))
             values += found
         info = TaskInfo(
@@ -351,31 +350,26 @@ class Runner:
             parts=i.parts,
             epoch=task.epoch,
             epochs=task.stage.epochs,
-            groups=instruction.groups,
+            groups=groups,
             take=task.take,
             order=self.graph.order,
             max_staleness=task.max_staleness,
             emits=task.emits,
         )
-        now = self.executor.now()
-        if self._origin is None:
-            self._origin = now
-        self._tasks[i] = (task, instruction.waited_for, now)
-        if self._restored.holds(task):
-            self._ended += self._restored.events(task, now, self.executor.put)
-            return
-        self.executor.start(
-            task,
-            StageCall(i.stage, info, tuple(layout), instruction.groups, aligned=task.aligned, keeps=task.keeps),
-            values,
-        )
+        behind = None if after is None else after.id
+        call = StageCall(i.stage, info, tuple(layout), groups, (), task.aligned, task.keeps, behind)
+        return call, values
 
-    def _find(self, item: Input, step: int) -> list[Any]:
+    def _find(self, item: Input, step: int, after: Task | None) -> list[Any]:
+        if item.state and after is not None and item.field in after.stage.writes:
+            return [Kept(item.field)]
         if item.state:
             return [self._states[item.field]] if item.field in self._states else []
         if not item.sources:
             return self._inputs.find(item.field, step)
-        return [self._values[source.step][source, item.field] for source in item.sources]
+        running = None if after is None else after.id
+        values = self._values
+        return [Kept(item.field) if i == running else values[i.step][i, item.field] for i in item.sources]
 
 
 def _reduce(name: str, numbers: list[float]) -> float:

@@ -13,18 +13,19 @@ log-probs, its rewards arrive meanwhile, and a weight sync does not queue behind
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from dataflow.errors import DataflowError
 from dataflow.graph import Task, TaskGraph, TaskId
+from dataflow.tasks.entry import Entry
 from dataflow.tasks.events import (
     Cancel,
     ChunkEmitted,
     Event,
     Instruction,
+    Queue,
     Release,
     RunDone,
     Start,
@@ -32,23 +33,10 @@ from dataflow.tasks.events import (
     TaskFailed,
     TaskFinished,
 )
+from dataflow.tasks.following import following
 from dataflow.tasks.groups import groups_of
 from dataflow.tasks.priority import Estimates
-
-_Key: TypeAlias = tuple[float, float, int, int, int, TaskId]
-
-
-@dataclass(slots=True)
-class _Entry:
-    task: Task
-    waiting: int = 0
-    state: str = "waiting"
-    last_dep: TaskId | None = None
-    history: list[str] = field(default_factory=lambda: ["waiting"])
-
-    @property
-    def begun(self) -> bool:
-        return self.state not in ("waiting", "ready")
+from dataflow.tasks.slots import Key, Slots
 
 
 class Scheduler:
@@ -63,7 +51,7 @@ class Scheduler:
         self.graph = graph
         self.failed: TaskId | None = None
         self._estimates = Estimates(graph, estimates or {})
-        self._entries: dict[TaskId, _Entry] = {}
+        self._entries: dict[TaskId, Entry] = {}
         self._dependents: dict[TaskId, list[TaskId]] = {}
         self._open: dict[int, set[TaskId]] = {}
         self._required: dict[int, int] = {}
@@ -72,11 +60,9 @@ class Scheduler:
         self._tasks: dict[int, list[TaskId]] = {}
         self._groups: dict[TaskId, tuple[int, ...] | None] = {}
         self._emitted: dict[int, set[TaskId]] = {}
-        self._running: dict[str, int] = dict.fromkeys(graph.pipeline.resources, 0)
-        self._ready: dict[str, list[_Key]] = {r: [] for r in self._running}
+        self._slots = Slots(graph.pipeline.resources)
         self._until = {s.name: s.until for s in graph.pipeline.stages if s.until is not None}
         self._in_held_slot = frozenset(self._until.values())
-        self._ready_in_held: list[TaskId] = []  # these run in the slot that their holder has left them
         self._priority: dict[str, tuple[float, float]] = {}
         self._finished = False
         self._wanted: set[TaskId] | None = None
@@ -103,7 +89,7 @@ class Scheduler:
         if isinstance(event, TaskFailed):
             return self._fail(entry, event)
         if entry.task.stage.name not in self._until:
-            self._running[entry.task.stage.on] -= 1
+            self._slots.taken[entry.task.stage.on] -= 1
         return self._finish(entry, event)
 
     def end_early(self) -> tuple[int, list[Instruction]]:
@@ -116,7 +102,7 @@ class Scheduler:
             The step, ``graph.first - 1`` if no training has started; and the instructions that follow.
         """
         training = (e for e in self._entries.values() if e.task.stage.role == "trains")
-        begun = [e.task.id.step for e in training if e.begun]
+        begun = [e.task.id.step for e in training if e.sent]
         # Steps that are over are forgotten; those before the oldest unfinished one have been trained.
         step = max([self._oldest - 1, *begun])
         ahead = [i for i, e in self._entries.items() if i.step <= step and e.task.stage.role != "validates"]
@@ -128,7 +114,8 @@ class Scheduler:
             if i not in wanted and i in self._entries:
                 wanted.add(i)
                 ahead += map(self.graph.pipeline.task_of, self._entries[i].task.deps)
-        return step, self._dispatch([])
+        unwanted = [i for i, e in self._entries.items() if e.queued and not e.begun and i not in wanted]
+        return step, self._dispatch([Cancel(i) for i in unwanted])
 
     def switch(self, policy: Any) -> tuple[int | None, list[Instruction]]:
         """Changes the policy of the steps of which no task has started, and ends nothing for it.
@@ -146,7 +133,7 @@ class Scheduler:
             PolicyError, PipelineError: the pipeline cannot run under this policy; nothing has changed.
         """
         assert self.graph.switched is not None
-        begun = (i.step for i, e in self._entries.items() if e.begun)
+        begun = (i.step for i, e in self._entries.items() if e.sent)
         over = (step for step in range(self._oldest, self._unrolled + 1) if step not in self._open)
         first = max([self._oldest - 1, *begun, *over]) + 1
         if self._finished or self._wanted is not None:
@@ -162,7 +149,7 @@ class Scheduler:
         for step in range(max(graph.first, first - graph.max_staleness - 1), min(first, self._unrolled + 1)):
             for before, after in zip(self.graph.unroll(step), graph.unroll(step), strict=True):
                 entry = self._entries.get(before.id)
-                if (entry is None or entry.begun) and not set(after.deps).issubset(before.deps):
+                if (entry is None or entry.sent) and not set(after.deps).issubset(before.deps):
                     return False
         return True
 
@@ -170,15 +157,14 @@ class Scheduler:
         """Takes another graph, which differs from ``first`` on; all tasks that have not begun are linked anew."""
         self.graph = graph
         self._dependents.clear()
-        for ready in self._ready.values():
-            ready.clear()
+        self._slots.clear()
         known, self._entries = self._entries, {}
         for step in sorted(self._open):
             tasks = graph.unroll(step)
             if step >= first:
                 self._register(step, tasks)
             for task in tasks:
-                entry = self._entries[task.id] = known[task.id] if step < first else _Entry(task)
+                entry = self._entries[task.id] = known[task.id] if step < first else Entry(task)
                 if not entry.begun:
                     entry.task = task
         for entry in self._entries.values():
@@ -188,6 +174,21 @@ class Scheduler:
         self._unroll(out)
         self._rank()
         return self._dispatch(out)
+
+    def queue(self) -> list[Queue]:
+        """Returns the tasks that are certain to start next in the process of a running one.
+
+        Sent there now, they begin without the way to the run's process and back. They count as started for
+        :meth:`end_early` and :meth:`switch`, and no other task gets their slot.
+        """
+        if self._finished or self._wanted is not None or self._until:
+            return []
+        found = following(self._entries.values(), self.graph.pipeline, self._key, self._waits_for)
+        for task, _running in found:
+            self._entries[task.id].queued = True
+        if found:
+            self._slots.sort(self._key)
+        return [Queue(task, groups_of(task, self._groups), running) for task, running in found]
 
     def stop(self) -> list[Instruction]:
         """Cancels all running tasks, in order, as on an interrupt."""
@@ -205,7 +206,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts the invariants; tests call it after every event."""
-        taken = dict.fromkeys(self._running, 0)
+        taken = dict.fromkeys(self._slots.taken, 0)
         ready: dict[str, list[TaskId]] = {resource: [] for resource in taken}
         for s, e in ((e.task.stage, e) for e in self._entries.values()):
             if e.state == "ready":
@@ -216,7 +217,7 @@ class Scheduler:
                 taken[s.on] += self._holds(e)
         for resource, slots in self.graph.pipeline.resources.items():
             busy = taken[resource]
-            assert busy == self._running[resource], (resource, busy, self._running[resource])
+            assert busy == self._slots.taken[resource], (resource, busy, self._slots.taken[resource])
             assert slots is None or busy <= slots, f"{resource}: {busy} running in {slots} slots"
             free = slots is None or busy < slots
             waits = [i for i in ready[resource] if self._wanted is None or i in self._wanted]
@@ -227,7 +228,7 @@ class Scheduler:
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def _emit(self, entry: _Entry, event: ChunkEmitted) -> list[Instruction]:
+    def _emit(self, entry: Entry, event: ChunkEmitted) -> list[Instruction]:
         task, i = entry.task, event.id
         emitted = self._emitted.setdefault(i.step, set())
         if i.parts != task.emits or i == task.id or i in emitted:
@@ -247,7 +248,7 @@ class Scheduler:
             if waiter.waiting == 0:
                 self._make_ready(waiter)
 
-    def _finish(self, entry: _Entry, event: TaskFinished) -> list[Instruction]:
+    def _finish(self, entry: Entry, event: TaskFinished) -> list[Instruction]:
         task = entry.task
         if task.emits > 1:
             got = sum(i.stage == task.id.stage for i in self._emitted.get(task.id.step, ()))
@@ -273,7 +274,7 @@ class Scheduler:
         self._unroll(out)
         return self._dispatch(out)
 
-    def _fail(self, entry: _Entry, event: TaskFailed) -> list[Instruction]:
+    def _fail(self, entry: Entry, event: TaskFailed) -> list[Instruction]:
         entry.state = "failed"
         entry.history.append("failed")
         self.failed = event.id
@@ -312,7 +313,7 @@ class Scheduler:
         tasks = self.graph.unroll(step)
         self._register(step, tasks)
         for task in tasks:
-            entry = self._entries[task.id] = _Entry(task)
+            entry = self._entries[task.id] = Entry(task)
             self._link(entry)
 
     def _register(self, step: int, tasks: Sequence[Task]) -> None:
@@ -320,7 +321,7 @@ class Scheduler:
         self._open[step] = set(self._tasks[step])
         self._required[step] = sum(t.stage.every is None for t in tasks)
 
-    def _link(self, entry: _Entry) -> None:
+    def _link(self, entry: Entry) -> None:
         """Lets a task wait for all that it depends on, or makes it ready."""
         unmet = [dep for dep in entry.task.deps if not self._is_done(dep)]
         entry.waiting = len(unmet)
@@ -341,29 +342,33 @@ class Scheduler:
             return task in self._emitted.get(task.step, ())
         return entry.state == "done"
 
-    def _make_ready(self, entry: _Entry) -> None:
+    def _waits_for(self, i: TaskId) -> set[TaskId] | None:
+        """Returns the tasks that a task waits for; None if it has begun or is not unrolled."""
+        entry = self._entries.get(i)
+        if entry is None or entry.begun:
+            return None
+        return {self.graph.pipeline.task_of(dep) for dep in entry.task.deps if not self._is_done(dep)}
+
+    def _make_ready(self, entry: Entry) -> None:
         if entry.state != "ready":
             entry.history.append(f"ready ({entry.last_dep} done)" if entry.last_dep else "ready")
         entry.state = "ready"
-        if entry.task.stage.name in self._in_held_slot:
-            self._ready_in_held.append(entry.task.id)
-            return
-        heapq.heappush(self._ready[entry.task.stage.on], self._key(entry))
+        self._slots.add(entry.task.stage.on, self._key(entry.task.id), held=entry.task.stage.name in self._in_held_slot)
 
-    def _key(self, entry: _Entry) -> _Key:
-        i = entry.task.id
+    def _key(self, i: TaskId) -> Key:
+        entry = self._entries[i]
+        if entry.queued:
+            return (-math.inf, -math.inf, i.step, entry.task.rank, i.part, i)
         return (*self._priority[i.stage], i.step, entry.task.rank, i.part, i)
 
     def _rank(self) -> None:
         """Sets the priority of each stage from the estimates of all stages, and re-sorts the ready tasks."""
         self._priority = self._estimates.priorities()
-        for resource, ready in self._ready.items():
-            self._ready[resource] = [self._key(self._entries[item[-1]]) for item in ready]
-            heapq.heapify(self._ready[resource])
+        self._slots.sort(self._key)
 
     # --- starting -----------------------------------------------------------------------------------------
 
-    def _holds(self, entry: _Entry) -> bool:
+    def _holds(self, entry: Entry) -> bool:
         """Whether a task has taken a slot that is free only when another task has ended, which has not."""
         until = self._until.get(entry.task.stage.name)
         if until is None or not entry.begun:
@@ -371,24 +376,14 @@ class Scheduler:
         last = self._entries.get(TaskId(entry.task.id.step, until))
         return last is not None and last.state != "done"
 
-    def _start(self, entry: _Entry, out: list[Instruction]) -> None:
+    def _start(self, entry: Entry, out: list[Instruction]) -> None:
         entry.state = "running"
         entry.history.append("running")
         out.append(Start(entry.task, groups_of(entry.task, self._groups), entry.last_dep))
 
     def _dispatch(self, out: list[Instruction]) -> list[Instruction]:
-        wanted = [i for i in self._ready_in_held if self._wanted is None or i in self._wanted]
-        self._ready_in_held.clear()
-        for i in wanted:
+        for i in self._slots.take(self._wanted):
             self._start(self._entries[i], out)
-        for resource, slots in self.graph.pipeline.resources.items():
-            ready = self._ready[resource]
-            if self._wanted is not None:
-                ready = self._ready[resource] = [item for item in ready if item[-1] in self._wanted]
-                heapq.heapify(ready)
-            while ready and (slots is None or self._running[resource] < slots):
-                self._running[resource] += 1
-                self._start(self._entries[heapq.heappop(ready)[-1]], out)
         if not self._finished and self._over():
             out += self.stop()
         return out

@@ -78,6 +78,23 @@ def is_plain(value: Any) -> bool:
         return False
 
 
+def is_immutable(value: Any) -> bool:
+    """Whether nothing in a value can change, so that it can be shared: numbers, texts, frozen sets and dataclasses.
+
+    >>> is_immutable((1, frozenset({"a"}))), is_immutable(([],))
+    (True, False)
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        return True
+    if kind is tuple or kind is frozenset:
+        return {*map(type, value)} <= _LEAVES or all(map(is_immutable, value))
+    parameters = vars(kind).get("__dataclass_params__")  # a subclass that is none may have other attributes
+    if parameters is None or not parameters.frozen:
+        return False
+    return all(is_immutable(getattr(value, f.name)) for f in dataclasses.fields(value))
+
+
 def _plain(value: Any) -> bool:
     kind, numpy = type(value), sys.modules.get("numpy")
     if kind in _LEAVES:

@@ -7,11 +7,12 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from dataflow.batch import Batch
 from dataflow.cluster.local import INLINE
 from dataflow.executors.ray.executor import RayExecutor
-from dataflow.executors.ray.sent import Sent
+from dataflow.executors.ray.sent import Sent, fixed_form
 
 
 def read(sent: Sent) -> object:
@@ -82,3 +83,26 @@ def test_a_small_value_is_what_it_was_when_it_was_put():
     found = read(sent)
     assert found["array"].tolist() == [0, 1, 2]
     assert found["batch"]["x"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("value", [None, 7, ("a", 2.5), frozenset({1})])
+def test_a_value_that_cannot_change_is_its_own_fixed_form(value):
+    assert fixed_form(value) == (value,)
+
+
+def test_the_fixed_form_of_a_batch_is_not_reached_by_changes():
+    batch = Batch([3, 4], {"score": np.array([1.0, 2.0], dtype=object), "chat": [["a"], ["b"]]}, {"facts": ["x"]})
+    (form,) = fixed_form(batch)
+    batch["chat"][0].append("spoilt")
+    batch.meta["facts"].append("spoilt")
+    one, other = form.value(), form.value()
+    one["chat"][0].append("own")
+    assert (other["chat"][0], other.meta["facts"]) == (["a"], ["x"])
+
+
+LARGE = Batch([0], {"a": torch.zeros((1, INLINE // 4 + 1))})
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, np.zeros(2), LARGE, Batch(range(1025), {"n": [None] * 1025})])
+def test_large_values_and_those_that_may_take_long_to_pickle_have_no_fixed_form(value):
+    assert fixed_form(value) is None

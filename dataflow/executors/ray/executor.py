@@ -25,8 +25,9 @@ from dataflow.cluster.nodes import NodeRule
 from dataflow.errors import RunError
 from dataflow.executors.base import Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
+from dataflow.executors.ray.running import Running
 from dataflow.executors.ray.sent import Sent
-from dataflow.executors.ray.worker_group import Running, WorkerGroup
+from dataflow.executors.ray.worker_group import WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
 from dataflow.system.supervisor import report
@@ -203,6 +204,10 @@ class RayExecutor:
         workers = self._hosts[(task.stage.host or HELPER).name]
         running = workers.start(task, call, values, self.now())
         self._waiters[task.id] = asyncio.create_task(self._wait(workers, running))
+
+    def queue(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
+        assert task.stage.host is not None
+        self._hosts[task.stage.host.name].queue(task, call, values)
 
     async def _wait(self, workers: WorkerGroup, running: Running) -> None:
         i = running.task.id

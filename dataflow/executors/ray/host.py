@@ -17,16 +17,20 @@ from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
 from dataflow.cluster.paths import SeesPaths, Where
 from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory
-from dataflow.executors.base import Chunk, Report, StageCall
+from dataflow.executors.base import Chunk, Kept, Report, StageCall
 from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
 from dataflow.executors.ray import tensors
-from dataflow.graph import Hosted, Stage, TaskInfo
+from dataflow.executors.ray.sent import Sent, fixed_form
+from dataflow.graph import Hosted, Stage, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.system.address import family_of
 from dataflow.system.children import restore_path
 from dataflow.system.secrets.redaction import redact_logs
 from dataflow.usercode.failures import Contained
 from dataflow.usercode.forks import in_one_process
+
+NOT_RUN = b""
+"""The answer to a queued call that did not run; it is sent again, with its values."""
 
 
 class Place(NamedTuple):
@@ -38,6 +42,9 @@ class Place(NamedTuple):
 
 class Host(SeesPaths):
     """One rank of a service, in its own actor."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, tuple[TaskId, dict[str, Any]]] = {}  # the last task of each resource, what it wrote
 
     def place(self) -> Place:
         """Returns where this process is, with a free port there, where the ranks can meet."""
@@ -74,7 +81,7 @@ class Host(SeesPaths):
         spec, self.stages = pickle.loads(blob)
         for s in self.stages.values():
             s.load()
-        self.name, self.service = spec.name, spec.build()
+        self.name, self.service, self._lasting = spec.name, spec.build(), spec.lasting
         tensors.register()
         settle_memory()
         return os.getpid()
@@ -95,16 +102,20 @@ class Host(SeesPaths):
 
         Returns:
             The pickled report with the groups that a stage that replays was given; then, with ``keep``, a value per
-            field.
+            field. ``NOT_RUN`` in place of the report if the call is queued and the one before it did not end well, or
+            wrote a value that may change.
         """
         begin, call = clock.now(), pickle.loads(sent)
+        if (values := self._completed(call, values)) is None:
+            return self._not_run(call)
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
         with in_one_process(), around(stage, info):
             result = stage.fn(*arguments, **keywords)
             if asyncio.iscoroutine(result):
                 result = asyncio.run(result)
-        return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
+        answered = answer(stage, call, info, arguments, result, begin, clock.now())
+        return self._packed(stage, info, answered, keep, held)
 
     @answering
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -127,6 +138,42 @@ class Host(SeesPaths):
         bound = {n: self.service for n, s in stage.services.items() if isinstance(s, Hosted) and s.name == self.name}
         return (stage, *prepare(stage, call, values, bound, on_emit))
 
+    def _completed(self, call: StageCall, values: Sequence[Any]) -> Sequence[Any] | None:
+        """Returns the values of a call, with those that are kept here; None if it is queued and cannot run."""
+        if call.after is None:
+            return values
+        last, kept = self._ended.get(self.stages[call.stage].on, (None, {}))
+        if last != call.after:
+            return None
+        found = [kept[value.field] if isinstance(value, Kept) else value for value in values]
+        return [value.value() if isinstance(value, Sent) else value for value in found]
+
+    def _not_run(self, call: StageCall) -> Any:
+        writes = self.stages[call.stage].writes
+        return (NOT_RUN, *[None] * len(writes)) if writes else NOT_RUN
+
+    def _packed(
+        self,
+        stage: Stage,
+        info: TaskInfo,
+        answered: tuple[Report, tuple[Any, ...]],
+        keep: bool,
+        held: tuple[int, ...] | None,
+    ) -> tuple[Any, ...] | bytes:
+        """Returns what :meth:`run` does; what was written is kept for a queued call, if it is small."""
+        report, values = answered
+        report.logged = KEPT.take()
+        forms = [fixed_form(value) for value in values] if self._lasting else [None]
+        report.kept = None not in forms
+        if report.kept:
+            values = tuple(form[0] for form in forms if form is not None)
+            task = TaskId(info.step, info.stage, info.part, info.parts)
+            self._ended[stage.on] = task, dict(zip(stage.writes, values, strict=True))
+        else:
+            self._ended.pop(stage.on, None)
+        small = pickle.dumps((report, held))
+        return (small, *values) if values and keep else small
+
 
 class WaitingHost(Host):
     """A host whose calls run concurrently on one event loop, for services that wait."""
@@ -140,13 +187,18 @@ class WaitingHost(Host):
     @answering
     async def run(self, sent: bytes, keep: bool, *values: Any) -> Any:
         begin, call = clock.now(), pickle.loads(sent)
+        if call.after is not None:
+            await asyncio.sleep(0)  # the answer of the task before it leaves this loop; else it would wait for this one
+        if (values := self._completed(call, values)) is None:
+            return self._not_run(call)
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
         with around(stage, info):
             result = stage.fn(*arguments, **keywords)
             if asyncio.iscoroutine(result):
                 result = await result
-        return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
+        answered = answer(stage, call, info, arguments, result, begin, clock.now())
+        return self._packed(stage, info, answered, keep, held)
 
     async def stream(self, sent: bytes, *values: Any) -> AsyncIterator[Any]:
         """Runs a stage function that streams.
@@ -170,7 +222,8 @@ class WaitingHost(Host):
                 for value in event.values:
                     yield value
             result = await running
-            for item in _packed(answer(stage, call, info, arguments, result, begin, clock.now()), True, None):
+            answered = answer(stage, call, info, arguments, result, begin, clock.now())
+            for item in self._packed(stage, info, answered, True, None):
                 yield item
             return
         except BaseException as error:
@@ -208,12 +261,3 @@ def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None
     if not stage.replays:
         return None
     return next((a.ids for a in arguments if isinstance(a, Batch)), ())
-
-
-def _packed(
-    answered: tuple[Report, tuple[Any, ...]], keep: bool, held: tuple[int, ...] | None
-) -> tuple[Any, ...] | bytes:
-    report, values = answered
-    report.logged = KEPT.take()
-    small = pickle.dumps((report, held))
-    return (small, *values) if values and keep else small

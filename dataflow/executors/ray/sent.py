@@ -6,7 +6,13 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+from dataflow.batch import Batch
+from dataflow.cluster.local import INLINE
+from dataflow.usercode.copies import is_immutable
 from dataflow.usercode.pickling import dumps
+
+_ROWS = 1024
+"""Most rows of a small Batch: objects, such as texts, are not in its ``nbytes``."""
 
 
 class Sent:
@@ -34,6 +40,10 @@ class Sent:
         buffers: list[pickle.PickleBuffer] = []
         return cls(dumps(value, buffers.append), buffers)
 
+    def value(self) -> Any:
+        """Returns the value, which shares nothing with this object."""
+        return pickle.loads(self._data, buffers=[bytearray(buffer.raw()) for buffer in self._buffers])
+
     def kept(self) -> Sent:
         """Returns it with bytes of its own, which later changes of the value's arrays do not reach."""
         return Sent(self._data, [pickle.PickleBuffer(bytes(buffer.raw())) for buffer in self._buffers])
@@ -46,6 +56,20 @@ class Sent:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _value, (pickle.PickleBuffer(self._data), *self._buffers)
+
+
+def fixed_form(value: Any) -> tuple[Any] | None:
+    """Returns a value in a form that later changes do not reach; None if making it could take long.
+
+    What cannot change is its own form, and that of a small Batch is a :class:`Sent`.
+    """
+    if is_immutable(value):
+        return (value,)
+    # Others, such as weights, are not pickled to learn how large they are.
+    if not isinstance(value, Batch) or value.nbytes > INLINE or len(value) > _ROWS:
+        return None
+    sent = Sent.of(value)
+    return (sent.kept(),) if sent.size <= INLINE else None
 
 
 def _value(data: Any, *buffers: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from loguru import logger
@@ -22,42 +22,12 @@ from dataflow.cluster.pickling import pickled
 from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.executors.base import Chunk, Done, Report, StageCall
 from dataflow.executors.ray.actors import Actors, Membership
+from dataflow.executors.ray.host import NOT_RUN
 from dataflow.executors.ray.replays import Replays, Submission
+from dataflow.executors.ray.running import Running
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 
 NAMED = 4  # tasks named in a warning; the others are counted
-
-
-@dataclass(eq=False)
-class Running:
-    """A task that was started and has not ended.
-
-    Attributes:
-        begin: when it was started, in seconds of :func:`dataflow.system.clock.now`.
-        attempt: its latest call; None if it was not sent yet because the service was down.
-        refs: of that call, a list per rank: the pickled answer, then a handle per field.
-        emitted: handles of the chunks that a streaming task has emitted, one per field, by chunk number.
-        generation: of the service that was called; each restart starts a new one.
-        lost: number of its calls that died with the service.
-    """
-
-    task: Task
-    call: StageCall
-    values: Sequence[Any]
-    begin: float
-    attempt: asyncio.Task[Done] | None = None
-    refs: list[list[Any]] = field(default_factory=list)
-    emitted: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    generation: int = 0
-    lost: int = 0
-
-    @property
-    def to_send(self) -> bool:
-        """Whether it has to be sent: it was not yet, or its call died with the service."""
-        if self.attempt is None:
-            return True
-        ended = self.attempt.done() and not self.attempt.cancelled()
-        return ended and died(self.attempt.exception())
 
 
 class WorkerGroup:
@@ -98,6 +68,7 @@ class WorkerGroup:
         self._blobs: list[bytes] = []
         self._generation = 0
         self._running: dict[TaskId, Running] = {}
+        self._queued: dict[TaskId, tuple[TaskId | None, list[Any]]] = {}  # task before it, refs of its call
         self._restarting: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -164,9 +135,17 @@ class WorkerGroup:
             )
         running = Running(task, call, values, now)
         self._running[task.id] = running
-        if self._restarting is None:
+        if (queued := self._queued.pop(task.id, None)) is not None:
+            running.refs, running.generation = [queued[1]], self._generation
+            running.attempt = asyncio.create_task(self._attempt(running))
+        elif self._restarting is None:
             self._send(running)
         return running
+
+    def queue(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
+        """Sends a task that begins when ``call.after`` has ended well; :meth:`start` takes it over."""
+        returns = 1 + len(task.stage.writes)
+        self._queued[task.id] = call.after, self.actors.run(0, returns, pickle.dumps(call), True, *values)
 
     async def end_of(self, running: Running) -> Done:
         """Waits for the end of a task, across restarts of the service.
@@ -187,9 +166,10 @@ class WorkerGroup:
             self._running.pop(running.task.id, None)
 
     def drop(self, i: TaskId) -> None:
-        """Abandons a task. Without any task left, a restart in progress is cancelled, too."""
+        """Abandons a task, and those behind it. Without any task left, a restart in progress is cancelled, too."""
         import ray
 
+        self._drop_queued(i)
         running = self._running.pop(i, None)
         if running is None:
             return
@@ -203,12 +183,22 @@ class WorkerGroup:
     def end(self) -> None:
         """Abandons all tasks; the service is not rebuilt from now on."""
         self._closed = True
+        self._drop_queued()
         for running in self._running.values():
             if running.attempt is not None:
                 running.attempt.cancel()
         self._running.clear()
         if self._restarting is not None:
             self._restarting.cancel()
+
+    def _drop_queued(self, i: TaskId | None = None) -> None:
+        """Cancels the queued call of a task and the one behind it, or all: closing the service would wait for them."""
+        import ray
+
+        for queued, (after, (first, *_rest)) in [*self._queued.items()]:
+            if i is None or i in (queued, after):
+                del self._queued[queued]
+                ray.cancel(first, force=False)
 
     def _send(self, running: Running) -> None:
         task, running.refs, running.generation = running.task, [], self._generation
@@ -232,6 +222,10 @@ class WorkerGroup:
         Both happen in one step of the event loop, so that after all attempts have ended, the record is complete.
         """
         small, *_others = await self.actors.outcome([first for first, *_rest in running.refs])
+        if small == NOT_RUN:
+            self._send(running)
+            assert running.attempt is not None
+            return await running.attempt
         self._on_read(len(small))
         report, held = pickle.loads(small)
         return self._ended(running, report, held, tuple(running.refs[0][1:]))
@@ -252,6 +246,8 @@ class WorkerGroup:
     def _ended(self, running: Running, report: Report, held: tuple[int, ...] | None, values: tuple[Any, ...]) -> Done:
         task = running.task
         log_lines(report.logged)
+        if not report.kept:
+            self._drop_queued(task.id)  # the call behind it does not run
         if self.spec.restarts:
             submission = None if held is None else Submission(task, running.call, running.values, held)
             self.replays.ended(submission, task, report.groups)
