@@ -278,10 +278,8 @@ class Runner:
     def _queue(self, executor: Queueing) -> None:
         """Sends each task that is certain to follow the one that runs in its process."""
         for queued in self.scheduler.queue():
-            task = queued.task
-            reads_input = any(i.field in self.graph.pipeline.inputs for i in task.inputs)  # its function may raise
-            if not reads_input and not self._restored.holds(task):
-                executor.queue(task, *self._call(task, queued.groups, queued.after))
+            if not self._restored.holds(queued.task):
+                executor.queue(queued.task, *self._call(queued.task, queued.groups, queued.after))
 
     def _end(self, instructions: list[Instruction]) -> bool:
         """Reports the steps that are done, forgets finished ones, cancels tasks; returns whether the run is over."""

@@ -25,14 +25,15 @@ def following(
         key: by which ready tasks are ordered.
         waits_for: what a task waits for.
     """
-    found = []
+    found, inputs = [], frozenset(pipeline.inputs)
     for running in [e.task for e in entries if e.state == "running" and e.task.stage.host is not None]:
         resource = running.stage.on
         if pipeline.resources[resource] == 1:
             left = [e for e in entries if not e.begun and e.task.stage.on == resource]
             tasks = sorted((e.task for e in left), key=lambda task: key(task.id))
             task = None if any(e.queued for e in left) else next_after(running, tasks, waits_for)
-            if task is not None and can_follow(task, running):
+            # The function of an input may raise.
+            if task is not None and can_follow(task, running) and inputs.isdisjoint(i.field for i in task.inputs):
                 found.append((task, running))
     return found
 

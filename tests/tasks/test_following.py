@@ -103,12 +103,12 @@ def second(a: Any, *, service: Any) -> None: ...
 def third(b: Any, *, service: Any) -> None: ...
 
 
-@stage(writes="d", on="gpu")
-def beside(prompts: Any, *, service: Any) -> None: ...
-
-
 @stage(writes="e", on="io")
 def elsewhere(prompts: Any) -> None: ...
+
+
+@stage(writes="d", on="gpu")
+def beside(e: Any, *, service: Any) -> None: ...
 
 
 @stage(writes="f", on="gpu")
@@ -117,6 +117,9 @@ def after_it(e: Any, *, service: Any) -> None: ...
 
 @stage(writes="b", on="gpu")
 async def waits(a: Any, *, service: Any) -> None: ...
+
+
+def reads(a: Any, prompts: Any, *, service: Any) -> None: ...
 
 
 def scheduler(*stages: Stage, steps: int = 1, seconds: dict[str, float] | None = None, **resources: Any) -> Scheduler:
@@ -150,12 +153,11 @@ def test_a_task_that_waits_for_the_running_one_alone_is_queued_and_then_started(
 
 
 def test_a_task_that_is_ready_follows_the_running_one():
-    s = scheduler(*bound(first, beside))
+    s = scheduler(*bound(first), elsewhere, *bound(beside))
     s.start()
-    running = s.running()[0].stage
-    other = "beside" if running == "first" else "first"
-    assert queued(s) == [f"{other}[1] after {running}[1]"]
-    assert end(s, running) == [other]
+    end(s, "elsewhere")
+    assert queued(s) == ["beside[1] after first[1]"]
+    assert end(s, "first") == ["beside"]
 
 
 @pytest.mark.parametrize("seconds", [0.1, 9.0])
@@ -185,6 +187,7 @@ def test_a_queued_task_keeps_its_place_whatever_becomes_ready():
         pytest.param([first.bind(service=1), second.bind(service=1)], id="no service"),
         pytest.param([*bound(first), second.bind(service=TRAINER, every=1)], id="on some steps"),
         pytest.param([*bound(first), second.bind(service=TRAINER, on="io")], id="another resource"),
+        pytest.param([*bound(first), stage(writes="b", on="gpu")(reads).bind(service=TRAINER)], id="an input"),
     ],
 )
 def test_what_is_not_queued(stages):
@@ -222,25 +225,25 @@ def train(d: Any, actor: Latest, *, service: Any) -> None: ...
 
 
 def until(s: Scheduler, name: str) -> str:
-    """Ends tasks until one of this name is queued; returns the name of the task before it."""
+    """Ends tasks, first those elsewhere, until one of this name is queued; returns the name of the task before it."""
     s.start()
     for _ in range(20):
         for item in s.queue():
             if str(item.task) == name:
                 return str(item.after)
-        s.handle(TaskFinished(s.running()[0], 1.0))
+        s.handle(TaskFinished(max(s.running(), key=lambda i: i.stage == "elsewhere"), 1.0))
     raise AssertionError(f"{name} is never queued")
 
 
 def test_an_early_end_waits_for_a_training_task_that_is_queued():
-    s = scheduler(*bound(beside, train), steps=3)
+    s = scheduler(elsewhere, *bound(beside, train), steps=3)
     assert until(s, "train[2]") == "train[1]"
     assert s.end_early() == (2, [])
     assert end(s, "train", 1) == ["train"]
 
 
 def test_an_early_end_cancels_a_queued_task_of_a_later_step():
-    s = scheduler(*bound(beside, train), steps=3)
+    s = scheduler(elsewhere, *bound(beside, train), steps=3)
     assert until(s, "beside[3]") == "train[2]"
     assert s.end_early() == (2, [Cancel(TaskId(3, "beside"))])
     assert end(s, "train", 2) == []

@@ -189,6 +189,7 @@ class WaitingHost(Host):
         begin, call = clock.now(), pickle.loads(sent)
         if call.after is not None:
             await asyncio.sleep(0)  # the answer of the task before it leaves this loop; else it would wait for this one
+            begin = clock.now()
         if (values := self._completed(call, values)) is None:
             return self._not_run(call)
         stage, arguments, keywords, info = self._prepare(call, values)
