@@ -17,6 +17,10 @@ from typing import Any
 
 _LEAVES = frozenset({str, int, float, bool, bytes, type(None), complex, range})
 """Immutable types, whose values are shared. Not subclasses: their attributes may be mutable."""
+_OWN_PICKLING = frozenset(
+    {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"}
+)
+"""Methods with which the pickle of an object may hold something else than its fields."""
 _ONCE: dict[type, str] = {
     GeneratorType: "a generator",
     AsyncGeneratorType: "an async generator",
@@ -81,18 +85,34 @@ def is_plain(value: Any) -> bool:
 def is_immutable(value: Any) -> bool:
     """Whether nothing in a value can change, so that it can be shared: numbers, texts, frozen sets and dataclasses.
 
+    One that contains itself, or is nested very deeply, does not count as immutable.
+
     >>> is_immutable((1, frozenset({"a"}))), is_immutable(([],))
     (True, False)
     """
+    try:
+        return _immutable(value)
+    except RecursionError:
+        return False
+
+
+def _immutable(value: Any) -> bool:
     kind = type(value)
     if kind in _LEAVES:
         return True
     if kind is tuple or kind is frozenset:
-        return {*map(type, value)} <= _LEAVES or all(map(is_immutable, value))
-    parameters = vars(kind).get("__dataclass_params__")  # a subclass that is none may have other attributes
-    if parameters is None or not parameters.frozen:
+        return {*map(type, value)} <= _LEAVES or all(map(_immutable, value))
+    parameters = vars(kind).get("__dataclass_params__")
+    if (
+        parameters is None
+        or not parameters.frozen
+        or kind.__bases__ != (object,)
+        or not _OWN_PICKLING.isdisjoint(vars(kind))
+    ):
         return False
-    return all(is_immutable(getattr(value, f.name)) for f in dataclasses.fields(value))
+    # It may hold more than its fields, such as a cached property, or lack one.
+    held = getattr(value, "__dict__", {})
+    return held.keys() == {f.name for f in dataclasses.fields(value)} and all(map(_immutable, held.values()))
 
 
 def _plain(value: Any) -> bool:

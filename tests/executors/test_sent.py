@@ -106,3 +106,9 @@ LARGE = Batch([0], {"a": torch.zeros((1, INLINE // 4 + 1))})
 @pytest.mark.parametrize("value", [[1], {"a": 1}, np.zeros(2), LARGE, Batch(range(1025), {"n": [None] * 1025})])
 def test_large_values_and_those_that_may_take_long_to_pickle_have_no_fixed_form(value):
     assert fixed_form(value) is None
+
+
+def test_arrays_are_read_only_as_those_from_another_process():
+    (form,) = fixed_form(Batch([0, 1], {"number": np.array([1.5, 2.5])}, {"facts": np.zeros(3)}))
+    assert not form.value().meta["facts"].flags.writeable
+    assert not read(form).meta["facts"].flags.writeable

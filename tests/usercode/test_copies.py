@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -184,3 +185,39 @@ def test_what_cannot_change(value: Any) -> None:
 )
 def test_what_may_change(value: Any) -> None:
     assert not is_immutable(value)
+
+
+@dataclass(frozen=True)
+class Cached:
+    names: tuple[str, ...] = ("a",)
+
+    @functools.cached_property
+    def as_list(self) -> list[str]:
+        return [*self.names]
+
+
+@dataclass(frozen=True)
+class Unset:
+    value: int = 1
+    later: Any = field(init=False)
+
+
+@dataclass(frozen=True)
+class Local:
+    value: int = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"value": 2}
+
+
+@dataclass(frozen=True)
+class Map(dict):  # type: ignore[type-arg]
+    value: int = 1
+
+
+def test_what_holds_more_or_other_things_than_frozen_fields_may_change() -> None:
+    cached, itself = Cached(), Unset()
+    assert is_immutable(cached)
+    assert cached.as_list == ["a"]
+    object.__setattr__(itself, "later", itself)
+    assert not any(map(is_immutable, [cached, Unset(), itself, Local(), Map()]))

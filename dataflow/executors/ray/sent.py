@@ -41,8 +41,8 @@ class Sent:
         return cls(dumps(value, buffers.append), buffers)
 
     def value(self) -> Any:
-        """Returns the value, which shares nothing with this object."""
-        return pickle.loads(self._data, buffers=[bytearray(buffer.raw()) for buffer in self._buffers])
+        """Returns the value; its arrays are read-only, as those that Ray hands over."""
+        return _value(self._data, *(buffer.raw().toreadonly() for buffer in self._buffers))
 
     def kept(self) -> Sent:
         """Returns it with bytes of its own, which later changes of the value's arrays do not reach."""
