@@ -114,8 +114,7 @@ class Scheduler:
             if i not in wanted and i in self._entries:
                 wanted.add(i)
                 ahead += map(self.graph.pipeline.task_of, self._entries[i].task.deps)
-        unwanted = [i for i, e in self._entries.items() if e.queued and not e.begun and i not in wanted]
-        return step, self._dispatch([Cancel(i) for i in unwanted])
+        return step, self._dispatch([])
 
     def switch(self, policy: Any) -> tuple[int | None, list[Instruction]]:
         """Changes the policy of the steps of which no task has started, and ends nothing for it.

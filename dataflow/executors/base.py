@@ -120,7 +120,7 @@ class Executor(Protocol):
         ...
 
     def cancel(self, task: TaskId) -> None:
-        """Stops a running or queued task if possible; its event may still come."""
+        """Stops a running task if possible; its event may still come."""
         ...
 
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:

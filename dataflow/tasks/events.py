@@ -56,7 +56,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop a running or queued task; its result is not needed any more."""
+    """Stop a running task; its result is not needed any more."""
 
     id: TaskId
 

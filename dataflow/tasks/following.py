@@ -26,29 +26,43 @@ def following(
         waits_for: what a task waits for.
     """
     found, inputs = [], frozenset(pipeline.inputs)
-    for running in [e.task for e in entries if e.state == "running" and e.task.stage.host is not None]:
-        resource = running.stage.on
-        if pipeline.resources[resource] == 1:
-            left = [e for e in entries if not e.begun and e.task.stage.on == resource]
-            tasks = sorted((e.task for e in left), key=lambda task: key(task.id))
-            task = None if any(e.queued for e in left) else next_after(running, tasks, waits_for)
-            # The function of an input may raise.
-            if task is not None and can_follow(task, running) and inputs.isdisjoint(i.field for i in task.inputs):
-                found.append((task, running))
+    for running in [e.task for e in entries if e.state == "running" and can_lead(e.task, pipeline)]:
+        left = [e for e in entries if not e.begun and e.task.stage.on == running.stage.on]
+        if any(e.queued for e in left):
+            continue
+        task = next_after(running, sorted((e.task for e in left), key=lambda task: key(task.id)), waits_for)
+        # The function of an input may raise.
+        if task is not None and can_follow(task, running) and inputs.isdisjoint(i.field for i in task.inputs):
+            found.append((task, running))
     return found
 
 
-def can_follow(task: Task, running: Task) -> bool:
-    """Whether a task can be sent to the process of a running one, to begin there when that one ends."""
+def can_lead(running: Task, pipeline: Pipeline) -> bool:
+    """Whether a task can be queued behind a running one at all."""
     host = running.stage.host
     return (
         host is not None
-        and task.stage.host is host
         and host.lasting
+        and pipeline.resources[running.stage.on] == 1
         and not iscoroutinefunction(running.stage.fn)  # while it waits, a queued one would begin
-        and task.emits == running.emits == 1
-        and task.stage.every is None
+        and running.emits == 1
         and not running.stage.collects  # the groups of the next task are known
+    )
+
+
+def can_follow(task: Task, running: Task) -> bool:
+    """Whether a task can be sent to the process of a running one, to begin there when that one ends.
+
+    It runs then in any case. So it is one that an early end needs, too: it trains, or the running one trains its step
+    or a later one.
+    """
+    trains = task.stage.role == "trains"
+    return (
+        task.stage.host is running.stage.host
+        and task.emits == 1
+        and task.stage.every is None
+        and task.stage.role != "validates"
+        and (trains or (running.stage.role == "trains" and task.id.step <= running.id.step))
     )
 
 

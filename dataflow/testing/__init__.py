@@ -168,7 +168,7 @@ def random_pipeline(dice: random.Random) -> Pipeline:
                 writes=(f"f{n}",),
                 on=(on := dice.choice(list(resources))),
                 grain=grain,
-                role="collects" if collects else None,
+                role="collects" if collects else "trains" if trains else None,
                 mini_batches=dice.choice([None, 2, 6]) if trains else None,
                 epochs=dice.choice([1, 1, 2, 3]) if trains else 1,
                 epochs_over=dice.choice(["mini-batch", "step"]),
@@ -267,11 +267,6 @@ class RecordingExecutor(VirtualExecutor):
         fields = {name: tuple(next(left) for _ in range(count)) for name, count, _state in call.layout}
         self.seen[task.id] = Seen(fields, call.groups)
         super().start(task, call, values)
-
-    def cancel(self, task: TaskId) -> None:
-        """Stops a running or queued task."""
-        self.queued = {on: queued for on, queued in self.queued.items() if queued[0] != task}
-        super().cancel(task)
 
     async def events(self) -> AsyncIterator[Done | Chunk]:
         """Yields the events, each with its own id as each of its values."""

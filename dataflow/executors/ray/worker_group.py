@@ -169,7 +169,6 @@ class WorkerGroup:
         """Abandons a task, and those behind it. Without any task left, a restart in progress is cancelled, too."""
         import ray
 
-        self._drop_queued(i)
         running = self._running.pop(i, None)
         if running is None:
             return
@@ -191,12 +190,12 @@ class WorkerGroup:
         if self._restarting is not None:
             self._restarting.cancel()
 
-    def _drop_queued(self, i: TaskId | None = None) -> None:
-        """Cancels the queued call of a task and the one behind it, or all: closing the service would wait for them."""
+    def _drop_queued(self, after: TaskId | None = None) -> None:
+        """Cancels the queued call behind a task, or all; one that its process has already may run all the same."""
         import ray
 
-        for queued, (after, (first, *_rest)) in [*self._queued.items()]:
-            if i is None or i in (queued, after):
+        for queued, (before, (first, *_rest)) in [*self._queued.items()]:
+            if after in (None, before):
                 del self._queued[queued]
                 ray.cancel(first, force=False)
 
