@@ -44,8 +44,16 @@ def refuse(sentence: str) -> NoReturn:
     sys.exit(2)
 
 
+def explain(arguments: Sequence[str]) -> None:
+    """Prints what the benchmark is and takes, and ends it, if it was asked for with ``--help``."""
+    if {"-h", "--help"} & set(arguments):
+        print((sys.modules["__main__"].__doc__ or "").strip())
+        sys.exit(0)
+
+
 def parsed(arguments: Sequence[str], defaults: Mapping[str, str], use: str) -> dict[str, str]:
     """Returns ``key=value`` arguments over their defaults; ends the benchmark if one is no such pair or unknown."""
+    explain(arguments)
     given = dict(defaults)
     for text in arguments:
         key, equals, value = text.partition("=")

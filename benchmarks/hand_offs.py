@@ -1,6 +1,6 @@
 """What it costs to hand on from one task to the next in a step of the default run, whose steps take about a second.
 
-    python benchmarks/hand_offs.py [steps=40] [policy=both]
+    python benchmarks/hand_offs.py [steps=40] [policy=both] [out=hand_offs.json]
 
 The default run with transformers and a judge that answers at once, so that every task in the GPU pool can begin when
 the one before it has ended. Prints the time between them by the pair of stages, median and fastest tenth, and the sum
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     lines.append(("all of a step", "", f"{len(sums)}", *(f"{ms:.1f}" for ms in found.values())))
     print(table(lines))
     held = found["median_ms"] <= BOUND_MS
-    print(f"\nbound: {BOUND_MS:.0f} ms a step: {'held' if held else 'MISSED'}")
+    print(f"\nbound: {BOUND_MS:.0f} ms a step: {'held' if held else 'MISSED'}; figures in {out}")
     Path(out).write_text(json.dumps({**found, "bound_ms": BOUND_MS, "steps": steps, "policy": policy}, indent=1) + "\n")
     return not held
 

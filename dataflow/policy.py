@@ -120,7 +120,10 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
     """
     base = name.removesuffix(STREAM)
     if base == AUTO:
-        raise PolicyError(f"policy '{name}' changes between others while a run goes; give one of {', '.join(PRESETS)}.")
+        raise PolicyError(
+            f"policy '{name}' changes between others while a run goes; leave it out, or give one of "
+            f"{', '.join(PRESETS)}."
+        )
     check_whole("mini_batches", mini_batches)
     split, staleness = {
         "baseline": (1, 0),

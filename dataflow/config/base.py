@@ -29,7 +29,7 @@ from pydantic import (
 from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
 from dataflow.config.keys.overrides import refusal
 from dataflow.config.section import Section, Text
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, PolicyError
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
@@ -81,6 +81,11 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _auto_chooses(self) -> Self:
+        if self.preset == "auto+stream":
+            raise ConfigError(
+                "policy=auto+stream: auto chooses streaming itself; give policy=auto, and policy.stream_rollout=true "
+                "if the rollout is to stream in any case."
+            )
         if self.auto and self.split is not None:
             raise ConfigError(f"policy.split={self.split}: policy=auto chooses the split itself; leave it out.")
         for name in () if self.auto else ("replan", "gain"):
@@ -101,16 +106,17 @@ class PolicyConfig(Section):
         """
         from dataflow.policy import SchedulingPolicy, preset
 
-        if self.auto:
-            SchedulingPolicy(max_staleness=self.limit)  # refuses a limit that no policy may have
-            return SchedulingPolicy(order=self.order, stream_rollout=bool(self.stream_rollout))
-        base = preset(self.preset, mini_batches)
-        return SchedulingPolicy(
-            split=base.split if self.split is None else self.split,
-            max_staleness=base.max_staleness if self.max_staleness is None else self.max_staleness,
-            order=self.order,
-            stream_rollout=base.stream_rollout if self.stream_rollout is None else self.stream_rollout,
-        )
+        base = SchedulingPolicy() if self.auto else preset(self.preset, mini_batches)
+        try:
+            policy = SchedulingPolicy(
+                split=base.split if self.split is None else self.split,
+                max_staleness=base.max_staleness if self.max_staleness is None else self.max_staleness,
+                order=self.order,
+                stream_rollout=base.stream_rollout if self.stream_rollout is None else self.stream_rollout,
+            )
+        except PolicyError as error:  # begins with the name of the number
+            raise PolicyError(f"policy.{error}") from error
+        return dataclasses.replace(policy, max_staleness=0) if self.auto else policy
 
 
 class NodesConfig(Section):

@@ -1,4 +1,4 @@
-"""A duration in words, in the unit that people use for it. Pure."""
+"""A duration in words, in the unit that people use for it, and as a bare number of seconds. Pure."""
 
 from __future__ import annotations
 
@@ -16,3 +16,13 @@ def seconds(value: float) -> str:
         whole = round(value)
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{value:.1f} s" if value >= 9.995 else f"{value:.2f} s"
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """Returns a number of seconds for a table or a sentence that names the unit: rounded, without an exponent.
+
+    >>> figure(2.34567), figure(1940.3, digits=3), figure(123456.7)
+    ('2.346', '1940', '123457')
+    """
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text else text

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from dataflow.drawing.duration import figure
 from dataflow.errors import counted
 from dataflow.planning.config import MOST_IN_FLIGHT, MOST_SERVERS
 from dataflow.planning.planner import BOUNDS, Prediction, bound_of
@@ -45,9 +46,10 @@ def advise(
     if best.change < -0.005:
         fastest = min(rows, key=lambda row: row.total_s)
         first = fastest if fastest.total_s < best.total_s * (1 - LEAST) else best
-        rest = "" if first is best else f"; without streaming, {best.policy} is: {best.step_s:.4g} s"
+        rest = "" if first is best else f"; without streaming, {best.policy} is: {figure(best.step_s)} s"
         advice = [
-            f"{first.policy} is the fastest: {first.step_s:.4g} s a step, {first.change:+.0%} against baseline{rest}."
+            f"{first.policy} is the fastest: {figure(first.step_s)} s a step, {first.change:+.0%} against "
+            f"baseline{rest}."
         ]
     elif workload.steps == 1:
         advice = [
@@ -136,16 +138,16 @@ def _about_the_bound(
         effect = ", the most of a plan, would not" if needed > most else " would"
         change = outcomes.of(workload.with_service(agent, changed), policy).total_s / base - 1
         return (
-            f"the {best.bound_by} bounds {best.policy}: {why} = {load:.4g} s a step against {gpu:.4g} s of GPU work; "
-            f"{turn}{effect} make the GPUs the limit ({change:+.0%} against baseline)."
+            f"the {best.bound_by} bounds {best.policy}: {why} = {figure(load)} s a step against {figure(gpu)} s of GPU "
+            f"work; {turn}{effect} make the GPUs the limit ({change:+.0%} against baseline)."
         )
     if best.bound_by == BOUNDS["gpu"]:
         shares = workload.work_s()
         largest = max(shares, key=lambda name: shares[name])
         return (
-            f"the GPU pool bounds {best.policy}: {best.lower_bound_step_s:.4g} s of work a step, {best.gpu_idle:.1%} "
-            f"idle, which is the most that more rewards in flight could take off; its largest stage is {largest} "
-            f"({shares[largest] / workload.mean_s():.0%})."
+            f"the GPU pool bounds {best.policy}: {figure(best.lower_bound_step_s)} s of work a step, "
+            f"{best.gpu_idle:.1%} idle, which is the most that more rewards in flight could take off; its "
+            f"largest stage is {largest} ({shares[largest] / workload.mean_s():.0%})."
         )
     waits = best.exposed_wait_by_cause
     cause = max(waits, key=lambda name: waits[name], default="rewards")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dataflow.distribution import Distribution
+from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted
 from dataflow.graph import Pipeline
 from dataflow.planning.planner import FEW
@@ -78,8 +79,8 @@ def sentences(workload: Workload, gpus: int, outcomes: Outcomes | None = None) -
     best, other = (shared, own) if shared.step_s <= own.step_s else (own, shared)
     name = "placement=colocated" if best.shared else "placement=own"
     return [
-        f"with {counted(gpus, 'GPU')} {name} is faster: {best.step_s:.4g} s a step ({best.policy}; {best.words}) "
-        f"against {other.step_s:.4g} s ({other.policy}; {other.words}), if stages speed up as their GPUs get more."
+        f"with {counted(gpus, 'GPU')} {name} is faster: {figure(best.step_s)} s a step ({best.policy}; {best.words}) "
+        f"against {figure(other.step_s)} s ({other.policy}; {other.words}), if stages speed up as their GPUs get more."
     ]
 
 

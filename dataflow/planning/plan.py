@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dataflow.drawing.duration import figure
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError, counted
 from dataflow.planning.advice import LEAST, advise
@@ -21,10 +22,14 @@ from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
 
 FAR_OFF = 0.2
-"""Share by which a replay may be off the log before the plan says that it lacks something."""
-_FAR_OFF = (
+"""Share by which a replay may be off the log before the plan gives a reason."""
+_TOO_SHORT = (
     "; this plan lacks something that the run waits for (compute_group and a user's own stages are not planned), or "
     "the run is so short that its start counts."
+)
+_TOO_LONG = (
+    "; the run waited less than this plan assumes: its reward.latency is too long, its reward.concurrency too small, "
+    "or the run overlaps more than the log shows."
 )
 _ONE_STEP = (
     "this source has one step, with the warm-up in it: it shows neither how much steps differ nor how far a prediction "
@@ -99,7 +104,7 @@ class Plan:
         return (
             f"{counted(load.steps, 'step')} of {load.prompts} x {load.responses} samples, "
             f"{counted(load.mini_batches, 'mini-batch')}, "
-            f"{load.mean_s():.4g} s of GPU work a step" + (", validation included" if load.validation else "")
+            f"{figure(load.mean_s())} s of GPU work a step" + (", validation included" if load.validation else "")
         )
 
     def trust(self) -> list[str]:
@@ -109,21 +114,21 @@ class Plan:
             return []
         policy, _seconds, steps = load.logged
         if self.replay is None:
-            over = f"{logged:.4g} s a step over {counted(steps, 'step')}"
+            over = f"{figure(logged)} s a step over {counted(steps, 'step')}"
             if policy == CHANGED:
                 return [f"{AS_LOGGED}: {over}, not replayed: its policy changed during the run (dataflow compare "
                         f"{load.source} --predicted follows the changes)."]  # fmt: skip
             return [f"{AS_LOGGED}: {over}, not replayed: its policy is unknown."]
         off = self.replay.step_s / logged - 1
         lines = [
-            f"{AS_LOGGED}: predicted {self.replay.step_s:.4g} s a step, logged {logged:.4g} s, {off:+.1%} "
-            f"({policy}, {counted(steps, 'step')})" + (_FAR_OFF if abs(off) > FAR_OFF else "")
+            f"{AS_LOGGED}: predicted {figure(self.replay.step_s)} s a step, logged {figure(logged)} s, {off:+.1%} "
+            f"({policy}, {counted(steps, 'step')})" + _doubt(off)
         ]
         same = next((row for row in self.rows if row.policy == policy), None)
         if same is not None and load.loop is not None:
             differs = same.step_s / self.replay.step_s - 1
             if abs(differs) >= LEAST:
-                lines[0] += f"\nwith this project: {policy} {same.step_s:.4g} s a step, {differs:+.1%}"
+                lines[0] += f"\nwith this project: {policy} {figure(same.step_s)} s a step, {differs:+.1%}"
                 lines[0] += f", {_difference(load)}"
         return lines
 
@@ -136,7 +141,7 @@ class Plan:
             rows.insert(0, _cells(self.replay))
             rows[0][head.index("change")] = ""
         elif logged is not None:
-            rows.insert(0, [AS_LOGGED, f"{self.logged_step_s:.4g}", duration(logged[1]), *[""] * (len(head) - 3)])
+            rows.insert(0, [AS_LOGGED, figure(self.logged_step_s), duration(logged[1]), *[""] * (len(head) - 3)])
         if against:
             at = head.index("change") + 1
             head.insert(at, "against log")
@@ -209,6 +214,13 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     return Plan(workload, rows, advice, found, replay)
 
 
+def _doubt(off: float) -> str:
+    """Returns what may be wrong with a replay that is off the log by a share; "" if it is near."""
+    if abs(off) <= FAR_OFF:
+        return ""
+    return _TOO_LONG if off > 0 else _TOO_SHORT
+
+
 def _own(
     workload: Workload, policies: Mapping[str, SchedulingPolicy]
 ) -> tuple[Workload, dict[str, SchedulingPolicy]] | None:
@@ -240,9 +252,9 @@ def beside(plans: Sequence[Plan]) -> str:
     names = list(dict.fromkeys(row.policy for plan in plans for row in plan.rows))
     lines = [("s/step", "logged", *names)]
     for plan in plans:
-        step_s = {row.policy: f"{row.step_s:.4g}" for row in plan.rows}
+        step_s = {row.policy: figure(row.step_s) for row in plan.rows}
         logged = plan.workload.logged
-        took = "" if logged is None else f"{logged[1] / logged[2]:.4g} ({logged[0] or 'overlaps'})"
+        took = "" if logged is None else f"{figure(logged[1] / logged[2])} ({logged[0] or 'overlaps'})"
         lines.append((plan.workload.source, took, *(step_s.get(name, "") for name in names)))
     return str(table(lines))
 
@@ -260,15 +272,15 @@ def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> d
 
 
 def _cells(row: Prediction) -> list[str]:
-    causes = [f"{c} {s:.3g}" for c, s in row.exposed_wait_by_cause.items() if s >= 0.005 * row.step_s]
+    causes = [f"{c} {figure(s, 3)}" for c, s in row.exposed_wait_by_cause.items() if s >= 0.005 * row.step_s]
     return [
         row.policy,
-        f"{row.step_s:.4g}",
+        figure(row.step_s),
         duration(row.total_s),
         f"{row.change:+.1%}",
         f"{row.gpu_idle:.0%}",
-        f"{row.exposed_wait_s:.3g}" + (f" ({', '.join(causes)})" if causes else ""),
-        f"{row.lower_bound_step_s:.4g}",
+        figure(row.exposed_wait_s, 3) + (f" ({', '.join(causes)})" if causes else ""),
+        figure(row.lower_bound_step_s),
         row.bound_by,
     ]
 
@@ -283,6 +295,6 @@ def sweep_cells(found: Sweep) -> list[tuple[str, ...]]:
     data = found.as_dict()
     lines = [(found.knob, *(p["policy"] for p in data["policies"]), "lower bound")]
     for at, value in enumerate(data["values"]):
-        times = [f"{p['step_s'][at]:.4g}" for p in data["policies"]]
-        lines.append((f"{value:g}", *times, f"{min(p['lower_bound_s'][at] for p in data['policies']):.4g}"))
+        times = [figure(p["step_s"][at]) for p in data["policies"]]
+        lines.append((f"{value:g}", *times, figure(min(p["lower_bound_s"][at] for p in data["policies"]))))
     return lines

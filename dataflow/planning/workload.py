@@ -299,8 +299,13 @@ def actor_update(responses: object, old_log_probs: object, advantages: object, a
 def critic_update(responses: object, values: object, advantages: object, critic: Latest) -> None: ...
 
 
+@stage(writes="actor_weights", on="gpu", role="syncs")
+def gather_weights(actor: object) -> None:
+    """Takes no time: logs have one for both. After it the trainer goes on, also while the engine still samples."""
+
+
 @stage(writes="weights_version", on="gpu", role="syncs")
-def sync_weights(actor: object) -> None: ...
+def sync_weights(actor_weights: object) -> None: ...
 
 
 @stage(writes="val_responses", on="gpu", role="validates")
@@ -370,7 +375,7 @@ def grpo(
     stages.append(update.also_reads("ref_log_probs") if reference else update)
     if critic:
         stages.append(critic_update)
-    stages.append(sync_weights)
+    stages += [gather_weights, sync_weights]
     if validation is not None:
         stages += [val_rollout.bind(every=validation.every), val_score.bind(every=validation.every)]
     if checkpoint_every is not None:

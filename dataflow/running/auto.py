@@ -18,6 +18,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config.base import PolicyConfig
+from dataflow.drawing.duration import figure
 from dataflow.errors import DataflowError, RunError
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
@@ -231,8 +232,8 @@ class AutoPolicy:
         self._new |= {"policy/switch_step": float(first), "policy/predicted_s": change.after_s}
         self._new["policy/predicted_before_s"] = change.before_s
         logger.info(
-            f"policy: {words(policy)} from step {first} on; predicted {change.after_s:.4g} s a step, "
-            f"{change.before_s:.4g} s with {words(change.before)}"
+            f"policy: {words(policy)} from step {first} on; predicted {figure(change.after_s)} s a step, "
+            f"{figure(change.before_s)} s with {words(change.before)}"
         )
 
     def _suggest(self, number: int, seconds: float, present: float) -> None:
@@ -242,8 +243,9 @@ class AutoPolicy:
         self._suggested = number
         self._new |= {"policy/suggested_concurrency": float(number), "policy/suggested_s": seconds}
         logger.info(
-            f"policy: predicted {seconds:.4g} s a step with reward.concurrency={number}, {present:.4g} s as it is, if "
-            "requests then take as long as now; give it to the next run or to a resume of this one"
+            f"policy: with reward.concurrency={number} a step would take {figure(seconds)} s in place of "
+            f"{figure(present)} s, if the service answers as fast as now; give it to the next run, or to a resume of "
+            "this one"
         )
 
     def _report(self, change: Switch) -> None:
@@ -252,8 +254,8 @@ class AutoPolicy:
         assert change.measured_s is not None
         self._new["policy/measured_s"] = change.measured_s
         logger.info(
-            f"policy: {change.measured_s:.4g} s a step since step {change.step}, predicted {change.after_s:.4g} s, "
-            f"{change.before_s:.4g} s with {words(change.before)}"
+            f"policy: {figure(change.measured_s)} s a step since step {change.step}, predicted "
+            f"{figure(change.after_s)} s, {figure(change.before_s)} s with {words(change.before)}"
         )
 
     def _listed(self) -> list[dict[str, Any]]:

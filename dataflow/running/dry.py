@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,7 +75,7 @@ def _readable(
 ) -> tuple[tuple[ModuleType, BaseConfig, list[str]] | None, list[Finding]]:
     """Returns the configuration without the arguments that are wrong, and a finding for each of these.
 
-    The sentence about a problem names its key; without that argument, the next problem is found.
+    The sentence about a problem names its key first; without that argument, the next problem is found.
     """
     given, wrong = list(arguments), list[Finding]()
     while True:
@@ -82,7 +83,13 @@ def _readable(
             return (*load(given), given), wrong
         except UserError as error:
             wrong.append(Finding("configuration", "problem", str(error)))
-            culprit = next((text for text in given if text.partition("=")[0].strip() in str(error)), None)
-            if culprit is None:
+            named = [(at, text) for text in given if (at := _named(text.partition("=")[0].strip(), str(error))) >= 0]
+            if not named:
                 return None, wrong
-            given.remove(culprit)
+            given.remove(min(named)[1])
+
+
+def _named(key: str, sentence: str) -> int:
+    """Returns where a sentence first names a key, which ``policy.replan`` does not do of ``policy``; -1 if nowhere."""
+    found = re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", sentence)
+    return -1 if found is None else found.start()

@@ -66,7 +66,11 @@ def _unix(date: str) -> float | None:
 def reason(error: BaseException) -> str:
     """Returns why a connection failed, in a few words."""
     number = getattr(error, "errno", None) or 0
-    return os.strerror(number) if number > 0 else short(str(error)) or type(error).__name__
+    if number > 0:
+        return os.strerror(number)
+    # An address that no name server knows has a negative number and a reason of its own.
+    told = getattr(error, "strerror", None) if number < 0 else None
+    return short(told or str(error)) or type(error).__name__
 
 
 def short(text: str) -> str:

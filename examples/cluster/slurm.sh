@@ -24,6 +24,8 @@ source "$SHARED/venv/bin/activate" # CHANGE: pip install 'dataflow-rl[gpu]'; one
 RAY_AUTH_TOKEN=$(openssl rand -hex 32)
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0
 export HF_HOME=$SHARED/huggingface XDG_CACHE_HOME=$SHARED/cache
+JUDGE_API_KEY=$(<"$SHARED/judge_api_key") # CHANGE: a file with the key, which only you can read
+export JUDGE_API_KEY
 
 HEAD=$(hostname --ip-address | awk '{print $1}') # this script runs on the first machine
 PORT=$((20000 + SLURM_JOB_ID % 20000))           # the jobs of a shared machine have different ones
@@ -43,9 +45,13 @@ trap 'kill "$cluster" 2>/dev/null || true' EXIT
 until timeout 1 bash -c "</dev/tcp/$HEAD/$PORT"; do sleep 1; done 2>/dev/null
 
 # The run waits for the machines that are not up yet (ray.start_timeout).
+# CHANGE: the pipeline, the model, the problems, and your judge. Without data.* the run makes up problems, and without
+# judge.url a stand-in scores them.
 dataflow run "$SHARED/code/pipelines/gsm8k_grpo.py" \
   runs="$SHARED/runs" name=gsm8k-grpo resume=auto \
   model.path="$SHARED/models/Qwen2.5-7B-Instruct" \
+  data.train="$SHARED/data/gsm8k/train.jsonl" data.val="$SHARED/data/gsm8k/test.jsonl" data.prompts=1024 \
+  judge.url=https://judge.example.com/v1 judge.model=MODEL judge.api_key_env=JUDGE_API_KEY \
   ray.address="$HEAD:$PORT" ray.gpus_per_worker=1 placement=disaggregated \
   trainer.world_size=$((8 * TRAINERS)) engine.rollout=vllm engine.tensor_parallel=2 \
   engine.replicas=$((4 * (SLURM_JOB_NUM_NODES - TRAINERS))) \

@@ -146,7 +146,7 @@ def test_a_policy_that_does_not_exist_or_fit_is_a_policy_error() -> None:
         parse_overrides(RunConfig, ["policy=bth"])
     with pytest.raises(PolicyError, match="mini_batches=3 does not divide 32 prompt groups; use 1, 2, 4, 8"):
         parse_overrides(RunConfig, ["trainer.mini_batches=3"])
-    with pytest.raises(PolicyError, match="max_staleness=9"):
+    with pytest.raises(PolicyError, match=r"policy\.max_staleness=9; give 0"):
         parse_overrides(RunConfig, ["policy.max_staleness=9"])
 
 

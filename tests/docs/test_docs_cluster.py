@@ -61,6 +61,17 @@ def test_all_nodes_of_the_ray_job_have_one_image_one_disk_and_room_for_objects()
     assert cluster["rayVersion"] == importlib.metadata.version("ray")
 
 
+def test_the_ray_job_has_the_judges_key_where_it_is_checked_and_where_it_is_used() -> None:
+    spec = job()
+    config = checked(shlex.split(spec["entrypoint"]))
+    cluster = spec["rayClusterSpec"]
+    agents = [group for group in cluster["workerGroupSpecs"] if group["labels"] == config.ray.nodes["reward"].labels]
+    assert agents
+    for pod in (cluster["headGroupSpec"], *agents):
+        (container,) = pod["template"]["spec"]["containers"]
+        assert config.judge.api_key_env in {each["name"] for each in container["env"]}
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_the_batch_script_parses_and_its_command_is_right() -> None:
     script = FILES / "slurm.sh"
@@ -77,6 +88,9 @@ def test_the_batch_script_parses_and_its_command_is_right() -> None:
     assert config.trainer.world_size == 16
     assert config.engine.replicas * config.engine.tensor_parallel == 16
     assert config.ray.address == "10.0.0.1:20001"
+    assert f"export {config.judge.api_key_env}\n" in text[: text.index("srun")]
+    assert config.data.train is not None
+    assert config.judge.url is not None
 
 
 def test_the_page_names_its_files_and_every_key() -> None:

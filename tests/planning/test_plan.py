@@ -115,6 +115,19 @@ def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.Capture
     assert found["logged"]["predicted_step_s"] == pytest.approx(61, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("latency", "reason"),
+    [(2, "; this plan lacks something that the run waits for"), (40, "; the run waited less than this plan assumes")],
+)
+def test_a_replay_far_off_the_log_gives_the_reasons_of_its_direction(
+    latency: int, reason: str, log: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.fit=false"]
+    assert main(["plan", log, *keys, f"reward.latency={latency}"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as logged: ")]
+    assert reason in line
+
+
 @pytest.mark.slow
 def test_a_log_of_one_step_is_said_to_show_no_accuracy(log: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(log)

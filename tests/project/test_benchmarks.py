@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,8 @@ def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
         ("kills", "engines=hf,sglang", "use times=N"),
         ("kills", "times=1.5", "times=1.5: give a whole number of 1 or more."),
         ("resumes", "victims=judge+nobody", "use times=N"),
+        ("recipes", "seeds=x", "seeds=x: give a whole number of 1 or more."),
+        ("recipes", "no.py", "no.py: there is no such pipeline; give a file, seeds=N, out=FILE or keys of a run."),
         ("resumes", "seed=x", "seed=x: give a whole number of 0 or more."),
     ],
 )
@@ -114,6 +117,15 @@ def test_a_wrong_argument_is_refused_before_anything_runs(
     printed = capsys.readouterr().err
     assert printed.startswith(said)
     assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["accuracy", "hand_offs", "kills", "policies", "recipes", "resumes"])
+def test_help_is_the_benchmarks_description(name: str) -> None:
+    found = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert f"python benchmarks/{name}.py [" in found.stdout
 
 
 def test_hand_offs_runs_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,8 +123,10 @@ def emulate(spec: Emulated, replicas: int, seed: int, steps: int) -> Trace:
             _span(trace, "reward_collect", step, at, end)
             _span(trace, "advantage", step, end, end)
             _span(trace, "actor_update", step, end, end + SECONDS["actor_update"])
-            synced = end + SECONDS["actor_update"] + SECONDS["sync_weights"]
-            _span(trace, "sync_weights", step, end + SECONDS["actor_update"], synced)
+            updated = end + SECONDS["actor_update"]
+            synced = updated + SECONDS["sync_weights"]
+            _span(trace, "gather_weights", step, updated, updated)
+            _span(trace, "sync_weights", step, updated, synced)
             await asyncio.sleep(synced - end)
 
     run_virtual(run)

@@ -244,9 +244,10 @@ def test_the_backtest_of_such_a_run_follows_its_policies(changed: Path) -> None:
     ("keys", "sentence"),
     [
         (("policy.split=2",), "policy.split=2: policy=auto chooses the split itself; leave it out."),
+        (("policy=auto+stream",), "give policy=auto, and policy.stream_rollout=true if the rollout is to stream"),
         (("policy.replan=0",), "policy.replan=0"),
         (("policy.gain=0",), "policy.gain=0"),
-        (("policy.max_staleness=5",), "max_staleness=5; give 0 (on-policy) to 4."),
+        (("policy.max_staleness=5",), "policy.max_staleness=5; give 0 (on-policy) to 4."),
     ],
 )
 def test_what_auto_cannot_be_beside_is_one_sentence(

@@ -50,7 +50,7 @@ def clients(urls: Sequence[str], api_key_env: str | None, timeout_s: float) -> l
     check_urls(urls)
     key = key_of(api_key_env, KEY)
     if key and any(without_login(url)[1] for url in urls):
-        raise ConfigError(f"{KEY}={api_key_env}: engine.urls also hold a password; give one of the two.")
+        raise ConfigError(f"{KEY} is given, and engine.urls also hold a password; give one of the two.")
     return [Client(url, key, timeout_s) for url in urls]
 
 

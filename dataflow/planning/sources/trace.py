@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dataflow.distribution import Distribution, parse_distribution
-from dataflow.errors import ConfigError, DataError, counted, nearest
+from dataflow.errors import ConfigError, DataError, counted
 from dataflow.graph import Pipeline
-from dataflow.planning.config import AgentPlan, ModelPlan, PlanConfig
-from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.rewards import Validation
 from dataflow.planning.roles import Roles
-from dataflow.planning.servers.fit import fit
-from dataflow.planning.servers.service_time import Servers
+from dataflow.planning.sources.services import (
+    check_models,
+    further_services,
+    rate_limits,
+    refuse_keys,
+    service_of,
+    validation_latency,
+    with_servers,
+)
 from dataflow.planning.workload import Measured, Workload
 from dataflow.policy import PRESETS, SchedulingPolicy, preset
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
-from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
 from dataflow.timeline.spans import Span, Trace
 
 
@@ -69,11 +74,11 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         pipeline = _saving(pipeline, config.checkpoint.every, trace, source)
     roles = Roles.of(pipeline)
     if roles.collect is None:
-        _refuse_service(config.reward, pipeline, source)
+        refuse_keys(config.reward, pipeline, source)
     logged_s, logged_steps = trace.trained
     steps = config.steps or logged_steps
     assumed: list[str] = []
-    beside = _beside(trace, pipeline, roles, config, assumed)
+    beside = further_services(trace, pipeline, roles, config, assumed)
     waits = {roles.collect, roles.score, *beside}
     skipped = _left_out(trace, pipeline)
     spans: dict[str, dict[int, list[Span]]] = {}
@@ -86,10 +91,10 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     collector = pipeline.collector
     agent = collector.on if collector is not None else "reward"
     spread = bool(config.balance_batch)
-    _check_models(trace, config, source)
-    rewards, known = _service(trace, agent, (None, roles.collect), config.reward, spread)
-    rewards = _served(trace, agent, rewards, config, config.reward, assumed)
-    assumed[:0] = [_origin(pipeline, roles, known), *_rates(trace, agent, config.reward)]
+    check_models(trace, config, source)
+    rewards, known = service_of(trace, agent, (None, roles.collect), config.reward, spread)
+    rewards = with_servers(trace, agent, rewards, config, config.reward, assumed)
+    assumed[:0] = [_origin(pipeline, roles, known), *rate_limits(trace, agent, config.reward)]
     prompts, responses = _sizes(job, trace, pipeline, assumed)
     if cut := trace.meta.get("cut"):
         assumed.append(f"the run is {cut}.")
@@ -102,7 +107,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         if samples is None:
             samples = scored // times_scored if times_scored else 0
         measured = config.reward.latency is None and rewards.servers is None
-        latency = _validation_latency(trace, agent) if measured else None
+        latency = validation_latency(trace, agent) if measured else None
         validation = Validation(optional.every, samples, config.validation.pool, latency=latency)
     dispatch = _dispatch(trace)
     if config.dispatch is not None:
@@ -174,133 +179,6 @@ def _sizes(job: Mapping[str, Any], trace: Trace, pipeline: Pipeline, assumed: li
     return int(prompts), max(1, round(samples / prompts))
 
 
-def _service(
-    trace: Trace, agent: str, collectors: Collection[str | None], plan: AgentPlan, scattered: bool
-) -> tuple[Rewards, int]:
-    """Returns an agent's service, with the latencies of the requests in a trace, and their number.
-
-    Args:
-        trace: of the run.
-        agent: its name.
-        collectors: what the requests' ``collector`` may be, where several agents collect on one resource.
-        plan: what is to be different.
-        scattered: see :class:`~dataflow.planning.workload.Rewards`.
-    """
-    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
-    trained = [m for m in asked if not m.args.get("validation")] or asked
-    latencies = tuple(m.end - m.begin for m in trained if m.args.get("collector") in collectors)
-    distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
-    if plan.latency is not None:
-        distribution = parse_distribution(plan.latency, f"{agent}.latency")
-    concurrency = plan.concurrency or concurrency_of(trace, agent) or 64
-    rpm = plan.rpm or rates_of(trace, agent)[0]
-    return Rewards(distribution, concurrency, rpm, plan.agent, scattered), len(latencies)
-
-
-def _validation_latency(trace: Trace, agent: str) -> Distribution | None:
-    """Returns the latencies of an agent's validation requests, which may be few at a time; None if there were none."""
-    asked = (m for m in trace.marks if m.name == "reward" and m.resource == agent and m.args.get("validation"))
-    latencies = tuple(m.end - m.begin for m in asked)
-    return Distribution("empirical", values=latencies) if latencies else None
-
-
-def _check_models(trace: Trace, config: PlanConfig, source: str) -> None:
-    """Checks that the run served the reward models of ``reward.models``.
-
-    Raises:
-        ConfigError: it did not.
-    """
-    models = [found[0] for agent in agents_of(trace) if (found := model_of(trace, agent)) is not None]
-    if unknown := [name for name in config.reward.models if name not in models]:
-        if unknown[0] in ((trace.meta.get("job") or {}).get("models") or {}):
-            raise ConfigError(
-                f"reward.models.{unknown[0]}: a function of the run of {source} asked its servers, so that the trace "
-                "does not show their requests; leave it out."
-            )
-        guess = nearest(unknown[0], models) or f"; it has {', '.join(models) or 'none'}."
-        raise ConfigError(f"reward.models.{unknown[0]}: the run of {source} has no reward model of this name{guess}")
-
-
-def _served(
-    trace: Trace, agent: str, rewards: Rewards, config: PlanConfig, plan: AgentPlan, assumed: list[str]
-) -> Rewards:
-    """Returns an agent's service with the servers of its reward model, if it has one and its times are those of the
-    run; adds what is assumed of them."""
-    found = model_of(trace, agent)
-    if found is None or plan.latency is not None:
-        return rewards
-    (name, facts), own = found, config.reward.models.get(found[0], ModelPlan())
-    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
-    before, slots = int(facts["replicas"]), int(facts["slots"])
-    if before > 1 and not any("endpoint" in m.args for m in asked):
-        assumed.append(
-            f"model '{name}': the trace does not say which server had a request, so its servers are not told."
-        )
-        return rewards
-    fitted = fit(asked, slots)
-    if fitted is None:
-        return rewards
-    time, alone = fitted
-    known = concurrency_of(trace, agent) or rewards.concurrency
-    filled = plan.concurrency is None and rewards.concurrency == before * slots and fills_servers(trace, agent)
-    job = trace.meta["job"]
-    gpus = {"gpus": int(facts.get("gpus", 1)), "training_gpus": int(job.get("gpus", 0))}
-    replicas, slots_now = own.replicas or before, own.max_num_seqs or slots
-    servers = Servers(name, replicas, slots_now, time, filled, **gpus, wake_s=own.wake)
-    if filled:
-        rewards = replace(rewards, concurrency=servers.replicas * servers.slots)
-    way = "a batch of n" if time.batches else "a request beside n - 1 others"
-    assumed.append(
-        f"model '{name}': {counted(servers.replicas, 'server')} of {counted(servers.slots, 'request')}, "
-        f"{rewards.concurrency} in flight in all; {way} takes {time.base:.3g} + {time.each:.3g} n seconds, as in the "
-        "run."
-    )
-    before_n, n = Servers(name, before, slots, time).busiest(known), servers.busiest(rewards.concurrency)
-    if time.known and n > 1.5 * before_n:
-        assumed.append(
-            f"model '{name}': {n:,} requests in flight at a server are more than the {before_n:,} of the run; their "
-            "time is extrapolated."
-        )
-    if not time.known:
-        assumed.append(
-            f"model '{name}': its servers always had the same number of requests in flight, so that their time with "
-            "another one is a guess; a run with more requests a step than fit into them says more."
-        )
-    return replace(rewards, latency=Distribution("empirical", values=alone), servers=servers)
-
-
-def _rates(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
-    """Returns what is assumed of the limits a minute that an agent had in the run."""
-    rpm, tpm = rates_of(trace, agent)
-    assumed = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
-    return assumed + ([f"{agent}.tpm={tpm:g} of the run is not simulated."] if tpm else [])
-
-
-def _beside(
-    trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, assumed: list[str]
-) -> dict[str, Rewards]:
-    """Returns the services of the agents whose groups do not form the parts, and adds what is assumed of them.
-
-    An agent whose requests the trace does not have takes the measured time of its tasks.
-
-    Raises:
-        ConfigError: a key is of an agent that the run does not have.
-    """
-    names = {pipeline.by_name[collect].on: collect for collect in roles.beside}
-    if unknown := [name for name in config.agents if name not in names]:
-        guess = nearest(unknown[0], names) or f"; it has {', '.join(names) or 'none beside the first'}."
-        raise ConfigError(f"agents.{unknown[0]}: the run has no further reward agent of this name{guess}")
-    found = {}
-    for collect in roles.beside:
-        agent = pipeline.by_name[collect].on
-        plan = config.agents.get(agent, AgentPlan())
-        own, known = _service(trace, agent, (None, collect), plan, bool(config.balance_batch))
-        if known or plan.latency is not None:
-            found[collect] = _served(trace, agent, own, config, plan, assumed)
-            assumed += [f"agent '{agent}': {known} latencies are those of the run.", *_rates(trace, agent, plan)]
-    return found
-
-
 def _refuse(config: PlanConfig, source: str) -> None:
     """Rejects keys that contradict the measured times.
 
@@ -318,24 +196,6 @@ def _refuse(config: PlanConfig, source: str) -> None:
         raise ConfigError(
             f"{given[0]}: the trace of {source} says what it was; leave it out, or plan from a costs.yaml."
         )
-
-
-def _refuse_service(plan: AgentPlan, pipeline: Pipeline, source: str) -> None:
-    """Rejects keys of the reward service where no stage sends it requests: they would have no effect.
-
-    Raises:
-        ConfigError: such a key was given.
-    """
-    given = [key for key in AgentPlan.model_fields if getattr(plan, key) != AgentPlan.model_fields[key].default]
-    if not given:
-        return
-    why = f"the run of {source} collects no rewards"
-    if (collector := pipeline.collector) is not None:
-        why = (
-            f"no stage of the role requests feeds '{collector.name}' in the run of {source}, so that it takes its "
-            "measured time"
-        )
-    raise ConfigError(f"reward.{given[0]}: {why}; leave it out.")
 
 
 def _saving(pipeline: Pipeline, every: int, trace: Trace, source: str) -> Pipeline:
@@ -385,15 +245,21 @@ def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
 
 
 def _dispatch(trace: Trace) -> dict[str, float]:
-    """Returns stage -> mean seconds from when its tasks could begin to when they did, while the run was running."""
+    """Returns stage -> mean seconds from when its tasks could begin to when they did.
+
+    A wait with a downtime in it is left out: tasks whose work was lost ran in it as well.
+    """
     by_task = {s.task: s for s in trace.spans}
     delays: dict[str, list[float]] = {}
     before: dict[str, float] = {}
     slots = trace.meta.get("resources") or {}
+    downtimes = trace.downtimes
     for s in sorted(trace.spans, key=lambda s: (s.begin, s.end)):
         waited = by_task.get(s.waited_for)
         if waited is not None:
             busy = before.get(s.resource, 0.0) if slots.get(s.resource) == 1 else 0.0
-            delays.setdefault(s.stage, []).append(max(0.0, trace.running_s(max(busy, waited.end), s.begin)))
+            ready = max(busy, waited.end)
+            if not any(ready < down.end and s.begin > down.begin for down in downtimes):
+                delays.setdefault(s.stage, []).append(max(0.0, s.begin - ready))
         before[s.resource] = max(before.get(s.resource, 0.0), s.end)
     return {stage: statistics.fmean(of) for stage, of in delays.items()}

@@ -76,7 +76,9 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     rewards, request = _rewards(log, config, concurrency, prompts, responses, assumed, fit=not shown.overlap)
     caution = shown.overlap or (f"{shown.doubt} {_SETTLE}" if shown.doubt else _too_quick(config, rewards))
     if scattered:
-        assumed.append("verl deals the batch over its ranks by length before scoring (balance_batch=false if not).")
+        assumed.append(
+            "verl distributes the batch over its ranks by length before scoring (balance_batch=false if not)."
+        )
     times = {
         "rollout": _measured(log, "gen"),
         "reward_request": request,

@@ -129,7 +129,7 @@ class Judge:
         self._budget = Budget(max_tokens, max_cost, price_per_million)
         key = key_of(api_key_env, "judge.api_key_env")
         if key and any(logins):
-            raise ConfigError(f"judge.api_key_env={api_key_env}: judge.url also holds a password; give one of the two.")
+            raise ConfigError("judge.api_key_env is given, and judge.url also holds a password; give one of the two.")
         by_url = {address: login for address, login in zip(self._urls, logins, strict=True) if login}
         self._chat: Chat
         if isinstance(client, str):

@@ -23,11 +23,12 @@ def key_of(variable: str | None, setting: str) -> str | None:
     if not variable.isidentifier():
         keep_secret(variable)  # it may be the key
         raise ConfigError(f"{setting} takes the name of an environment variable that holds the key; set one.")
+    # The messages have no "NAME: word" and no "NAME=word", whose word is masked as a likely secret.
     key = os.environ.get(variable, "").strip()  # a key read from a file ends with a line break
     keep_secret(key)
     if not key:
-        raise ConfigError(f"{setting}={variable}: this environment variable is not set.")
+        raise ConfigError(f"{setting}: the environment variable {variable} is not set.")
     if not (key.isascii() and key.isprintable()) or " " in key:  # which no header may have
         what = "holds a space, a line break, or a character that is not ASCII"
-        raise ConfigError(f"{setting}={variable}: this environment variable {what}; give the key alone.")
+        raise ConfigError(f"{setting}: the environment variable {variable} {what}; give the key alone.")
     return key

@@ -149,7 +149,7 @@ def test_bad_addresses(urls: list[str], message: str) -> None:
 
 def test_keys_and_passwords_are_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVERS_KEY", "sk-very-secret")
-    with pytest.raises(ConfigError, match=r"engine\.api_key_env=NO_SUCH: this environment variable is not set"):
+    with pytest.raises(ConfigError, match=r"engine\.api_key_env: the environment variable NO_SUCH is not set"):
         clients(["http://h:80"], "NO_SUCH", 1.0)
     with pytest.raises(ConfigError, match=r"engine\.urls also hold a password; give one of the two"):
         clients(["http://me:hush-hush-1@h:80"], "SERVERS_KEY", 1.0)

@@ -8,8 +8,9 @@ import pytest
 
 from dataflow.errors import ConfigError, DataError, UserError
 from dataflow.planning.planner import predict
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
-from dataflow.policy import preset
+from dataflow.policy import SchedulingPolicy, preset
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "costs.yaml"
 GOOD = """
@@ -115,16 +116,33 @@ def test_a_key_that_is_unknown_in_the_file_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keys", "stale_1", "stale_2"),
+    ("rollout", "latency", "both", "streamed", "in_four", "stale_2"),
     [
-        (("stages.rollout=1772", "reward.latency=0"), 1786, 1801),
-        (("stages.rollout=620", "reward.latency=1152"), 1477, 1176),
-        ((), 1477, 1176),
-        (("stages.rollout=1150", "reward.latency=622"), 1477, 1183),
+        (1772, 0, 1786, 1786, 1786, 1786),
+        (620, 1152, 1477, 1322, 1245, 1176),
+        (900, 872, 1477, 1252, 1168, 1176),
+        (1150, 622, 1477, 1190, 1168, 1176),
     ],
 )
-def test_the_figures_of_the_reward_queue_in_docs_planning(keys: tuple[str, ...], stale_1: int, stale_2: int) -> None:
-    workload, config = read_workload(str(EXAMPLE.with_name("reward_queue.yaml")), keys)
-    assert config.policy is not None
-    policies = {"1": preset("off-policy", 2), "2": config.policy.resolve(2)}
-    assert [round(row.step_s) for row in predict(workload, policies)] == [stale_1, stale_2]
+def test_the_figures_of_the_reward_queue_in_docs_planning(
+    rollout: int, latency: int, both: int, streamed: int, in_four: int, stale_2: int
+) -> None:
+    keys = (f"stages.rollout={rollout}", f"reward.latency={latency}")
+    found = []
+    for parts in (2, 4):
+        workload, config = read_workload(str(EXAMPLE.with_name("reward_queue.yaml")), (*keys, f"mini_batches={parts}"))
+        assert config.policy is not None
+        policies = {"both": preset("both", parts), "streamed": preset("both+stream", parts)}
+        policies["2"] = config.policy.resolve(parts)
+        found.append([round(row.step_s) for row in predict(workload, policies)])
+    assert found == [[both, streamed, stale_2], [both, in_four, stale_2]]
+
+
+def test_a_trainer_with_gpus_of_its_own_goes_on_while_the_engine_still_samples() -> None:
+    workload, _config = read_workload(str(EXAMPLE.with_name("reward_queue.yaml")), ["stages.rollout=1772", "steps=4"])
+    trace = simulate(workload, SchedulingPolicy(max_staleness=2), whole=True)[0].trace
+    second = min(s.begin for s in trace.spans if s.stage == "actor_update" and s.step == 2)
+    ends = {(s.stage, s.step): s.end for s in trace.spans}
+    # The weights of step 1 are loaded once rollout 3 has ended; update 2 does not wait for that.
+    assert second == ends["reward_collect", 2]
+    assert second < ends["sync_weights", 1]

@@ -71,11 +71,21 @@ def test_the_time_in_which_a_run_was_not_running_is_no_cost() -> None:
     )  # a share of the hour, if the trace does not say that it was a downtime
     killed.meta |= {"gaps": [[after, after + 3600, "resumed from step 4"]], "resumed": [4]}
     told = of_trace(killed, "a run", PlanConfig())
-    # The one wait that the downtime cuts counts only up to the downtime.
     assert told.dispatch_s == pytest.approx(found.dispatch_s, rel=0.02)
     assert told.times.keys() == found.times.keys()
     assert told.logged is not None
     assert told.logged[1] == pytest.approx(trace.wall)
+
+
+def test_work_that_a_kill_lost_is_no_wait() -> None:
+    trace, killed = run(job(), "off-policy"), run(job(), "off-policy")
+    # Killed 500 s after the last task whose work the checkpoint holds, and resumed a hundred seconds later: until then
+    # tasks ran that the trace no longer has.
+    kept = max(s.end for s in killed.spans if s.step <= 4)
+    killed.spans = [s if s.begin < kept else replace(s, begin=s.begin + 600, end=s.end + 600) for s in killed.spans]
+    killed.meta |= {"gaps": [[kept + 500, kept + 600, "resumed from step 4"]], "resumed": [4]}
+    found, told = (of_trace(one, "a run", PlanConfig()).dispatch_s for one in (trace, killed))
+    assert told == pytest.approx(found, rel=0.02)
 
 
 def test_when_groups_ended_in_the_run_a_streaming_rollout_would_hand_them_on() -> None:

@@ -437,7 +437,7 @@ def test_the_tokens_of_a_request_are_estimated_before_it() -> None:
         ({"method": "flexibel"}, "did you mean 'flexible'?"),
         ({"timeout": 0}, "judge.timeout=0"),
         ({"max_tokens_reply": 0}, "judge.max_tokens_reply=0"),
-        ({"api_key_env": "NO_SUCH_VARIABLE_1"}, "NO_SUCH_VARIABLE_1: this environment variable"),
+        ({"api_key_env": "NO_SUCH_VARIABLE_1"}, "the environment variable NO_SUCH_VARIABLE_1"),
         ({"client": "opnai"}, "judge.client=opnai is unknown; did you mean 'openai'?"),
         ({"template": "Grade {question}."}, "judge.template has no {response}"),
         ({"template": "{respones}"}, "unknown placeholder {respones}; did you mean 'response'; known are {question}, "),

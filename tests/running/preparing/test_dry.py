@@ -77,7 +77,7 @@ def test_independent_problems_are_shown_at_once(dry: Dry, tmp_path: Path) -> Non
     assert code == 2
     words = (
         "unknown key 'stpes'; did you mean 'steps'?", "trainer.lr=fast: give a number", "tracking.backends: 'swanlab'",
-        "runs=file/runs: ", "judge.api_key_env=NO_SUCH_KEY: this environment variable is not set",
+        "runs=file/runs: ", "judge.api_key_env: the environment variable NO_SUCH_KEY is not set",
         "no.jsonl: there is no such file", "model.path=no/such/dir does not exist",
         "the run needs 8 GPUs, and finds none",
     )  # fmt: skip
@@ -112,6 +112,23 @@ def test_a_wrong_path_is_one_problem(
     assert key.partition("=")[2] in problems[0]
     for name in others:
         assert found[name].startswith("not checked: "), (name, found[name])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("policy=auto", "policy.replan=0"),
+        ("policy.replan=0", "policy=auto"),
+        ("policy=auto", "policy.split=2"),
+        ("policy=both", "policy.max_staleness=9"),
+        ("trainer.mini_batches=4", "trainer=3"),
+        ("judge.url=nonsense", "judge.timeout=0"),
+    ],
+)
+def test_a_key_beside_those_of_its_section_is_one_problem(keys: tuple[str, ...], dry: Dry) -> None:
+    code, _found, problems = dry("engine.rollout=hf", "data.train_size=200", "data.val_size=8", *keys)
+    expected = 2 if keys[0] == "judge.url=nonsense" else 1
+    assert (code, len(problems)) == (2, expected), problems
 
 
 def test_a_key_without_effect_is_a_warning(dry: Dry, capsys: pytest.CaptureFixture[str]) -> None:

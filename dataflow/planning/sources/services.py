@@ -1,0 +1,162 @@
+"""The reward services of a dataflow run: what its trace shows of each agent's latencies, limits and model servers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from dataflow.distribution import Distribution, parse_distribution
+from dataflow.errors import ConfigError, counted, nearest
+from dataflow.graph import Pipeline
+from dataflow.planning.config import AgentPlan, ModelPlan, PlanConfig
+from dataflow.planning.rewards import Rewards
+from dataflow.planning.roles import Roles
+from dataflow.planning.servers.fit import fit
+from dataflow.planning.servers.service_time import Servers
+from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
+from dataflow.timeline.spans import Trace
+
+
+def further_services(
+    trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, assumed: list[str]
+) -> dict[str, Rewards]:
+    """Returns the services of the agents whose groups do not form the parts, and adds what is assumed of them.
+
+    An agent whose requests the trace does not have takes the measured time of its tasks.
+
+    Raises:
+        ConfigError: a key is of an agent that the run does not have.
+    """
+    names = {pipeline.by_name[collect].on: collect for collect in roles.beside}
+    if unknown := [name for name in config.agents if name not in names]:
+        guess = nearest(unknown[0], names) or f"; it has {', '.join(names) or 'none beside the first'}."
+        raise ConfigError(f"agents.{unknown[0]}: the run has no further reward agent of this name{guess}")
+    found = {}
+    for collect in roles.beside:
+        agent = pipeline.by_name[collect].on
+        plan = config.agents.get(agent, AgentPlan())
+        own, known = service_of(trace, agent, (None, collect), plan, bool(config.balance_batch))
+        if known or plan.latency is not None:
+            found[collect] = with_servers(trace, agent, own, config, plan, assumed)
+            assumed += [f"agent '{agent}': {known} latencies are those of the run.", *rate_limits(trace, agent, plan)]
+    return found
+
+
+def service_of(
+    trace: Trace, agent: str, collectors: Collection[str | None], plan: AgentPlan, scattered: bool
+) -> tuple[Rewards, int]:
+    """Returns an agent's service, with the latencies of the requests in a trace, and their number.
+
+    Args:
+        trace: of the run.
+        agent: its name.
+        collectors: what the requests' ``collector`` may be, where several agents collect on one resource.
+        plan: what is to be different.
+        scattered: see :class:`~dataflow.planning.workload.Rewards`.
+    """
+    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
+    trained = [m for m in asked if not m.args.get("validation")] or asked
+    latencies = tuple(m.end - m.begin for m in trained if m.args.get("collector") in collectors)
+    distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
+    if plan.latency is not None:
+        distribution = parse_distribution(plan.latency, f"{agent}.latency")
+    concurrency = plan.concurrency or concurrency_of(trace, agent) or 64
+    rpm = plan.rpm or rates_of(trace, agent)[0]
+    return Rewards(distribution, concurrency, rpm, plan.agent, scattered), len(latencies)
+
+
+def validation_latency(trace: Trace, agent: str) -> Distribution | None:
+    """Returns the latencies of an agent's validation requests, which may be few at a time; None if there were none."""
+    asked = (m for m in trace.marks if m.name == "reward" and m.resource == agent and m.args.get("validation"))
+    latencies = tuple(m.end - m.begin for m in asked)
+    return Distribution("empirical", values=latencies) if latencies else None
+
+
+def with_servers(
+    trace: Trace, agent: str, rewards: Rewards, config: PlanConfig, plan: AgentPlan, assumed: list[str]
+) -> Rewards:
+    """Returns an agent's service with the servers of its reward model, if it has one and its times are those of the
+    run; adds what is assumed of them."""
+    found = model_of(trace, agent)
+    if found is None or plan.latency is not None:
+        return rewards
+    (name, facts), own = found, config.reward.models.get(found[0], ModelPlan())
+    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
+    before, slots = int(facts["replicas"]), int(facts["slots"])
+    if before > 1 and not any("endpoint" in m.args for m in asked):
+        assumed.append(
+            f"model '{name}': the trace does not say which server had a request, so its servers are not told."
+        )
+        return rewards
+    fitted = fit(asked, slots)
+    if fitted is None:
+        return rewards
+    time, alone = fitted
+    known = concurrency_of(trace, agent) or rewards.concurrency
+    filled = plan.concurrency is None and rewards.concurrency == before * slots and fills_servers(trace, agent)
+    job = trace.meta["job"]
+    gpus = {"gpus": int(facts.get("gpus", 1)), "training_gpus": int(job.get("gpus", 0))}
+    replicas, slots_now = own.replicas or before, own.max_num_seqs or slots
+    servers = Servers(name, replicas, slots_now, time, filled, **gpus, wake_s=own.wake)
+    if filled:
+        rewards = replace(rewards, concurrency=servers.replicas * servers.slots)
+    way = "a batch of n" if time.batches else "a request beside n - 1 others"
+    assumed.append(
+        f"model '{name}': {counted(servers.replicas, 'server')} of {counted(servers.slots, 'request')}, "
+        f"{rewards.concurrency} in flight in all; {way} takes {time.base:.3g} + {time.each:.3g} n seconds, as in the "
+        "run."
+    )
+    before_n, n = Servers(name, before, slots, time).busiest(known), servers.busiest(rewards.concurrency)
+    if time.known and n > 1.5 * before_n:
+        assumed.append(
+            f"model '{name}': {n:,} requests in flight at a server are more than the {before_n:,} of the run; their "
+            "time is extrapolated."
+        )
+    if not time.known:
+        assumed.append(
+            f"model '{name}': its servers always had the same number of requests in flight, so that their time with "
+            "another one is a guess; a run with more requests a step than fit into them says more."
+        )
+    return replace(rewards, latency=Distribution("empirical", values=alone), servers=servers)
+
+
+def rate_limits(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
+    """Returns what is assumed of the limits a minute that an agent had in the run."""
+    rpm, tpm = rates_of(trace, agent)
+    assumed = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
+    return assumed + ([f"{agent}.tpm={tpm:g} of the run is not simulated."] if tpm else [])
+
+
+def check_models(trace: Trace, config: PlanConfig, source: str) -> None:
+    """Checks that the run served the reward models of ``reward.models``.
+
+    Raises:
+        ConfigError: it did not.
+    """
+    models = [found[0] for agent in agents_of(trace) if (found := model_of(trace, agent)) is not None]
+    if unknown := [name for name in config.reward.models if name not in models]:
+        if unknown[0] in ((trace.meta.get("job") or {}).get("models") or {}):
+            raise ConfigError(
+                f"reward.models.{unknown[0]}: a function of the run of {source} asked its servers, so that the trace "
+                "does not show their requests; leave it out."
+            )
+        guess = nearest(unknown[0], models) or f"; it has {', '.join(models) or 'none'}."
+        raise ConfigError(f"reward.models.{unknown[0]}: the run of {source} has no reward model of this name{guess}")
+
+
+def refuse_keys(plan: AgentPlan, pipeline: Pipeline, source: str) -> None:
+    """Rejects keys of the reward service where no stage sends it requests: they would have no effect.
+
+    Raises:
+        ConfigError: such a key was given.
+    """
+    given = [key for key in AgentPlan.model_fields if getattr(plan, key) != AgentPlan.model_fields[key].default]
+    if not given:
+        return
+    why = f"the run of {source} collects no rewards"
+    if (collector := pipeline.collector) is not None:
+        why = (
+            f"no stage of the role requests feeds '{collector.name}' in the run of {source}, so that it takes its "
+            "measured time"
+        )
+    raise ConfigError(f"reward.{given[0]}: {why}; leave it out.")
