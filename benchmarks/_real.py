@@ -29,8 +29,15 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+SHORT_S, ROUNDS = 60.0, 3
+"""A workload whose baseline takes less time runs so often: its times vary by more than the bounds."""
+
+
 def measure(count: int) -> list[dict[str, Any]]:
-    """Returns when the steps of the first workloads ended, and how long the GPU pool had worked then, by policy."""
+    """Returns when the steps of the first workloads ended, and how long the GPU pool had worked then, by policy.
+
+    Of a workload that runs several times, each policy in its turn, the run of median length counts.
+    """
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         for number, waits in enumerate(WAITS[:count]):
@@ -39,14 +46,24 @@ def measure(count: int) -> list[dict[str, Any]]:
             first, later = (wait * CONCURRENCY / SAMPLES for wait in waits)
             function = runs / "reward.py"
             function.write_text(REWARD.format(first=first, later=later, half=STEPS // 2 * SAMPLES))
-            rows.append({"waits_s": waits, "runs": {name: _run(runs, name, function) for name in (*PRESETS, "auto")}})
+            found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in (*PRESETS, "auto")}
+            while not found["auto"] or (_length(found["baseline"][0]) < SHORT_S and len(found["auto"]) < ROUNDS):
+                for name, of in found.items():
+                    of.append(_run(runs, name, len(of), function))
+            middle = {name: sorted(of, key=_length)[len(of) // 2] for name, of in found.items()}
+            rows.append({"waits_s": waits, "rounds": len(found["auto"]), "runs": middle})
     return rows
 
 
-def _run(runs: Path, policy: str, function: Path) -> dict[str, list[float]]:
+def _length(run: dict[str, list[float]]) -> float:
+    return run["ends"][-1]
+
+
+def _run(runs: Path, policy: str, number: int, function: Path) -> dict[str, list[float]]:
     keys = {"engine__rollout": "hf", "val__every": 0, "steps": STEPS, "reward__concurrency": CONCURRENCY}
-    finish(start(runs, policy, policy=policy, custom_reward_function__path=function, **keys))
-    trace = perfetto.load(str(runs / policy))
+    name = f"{policy}-{number}"
+    finish(start(runs, name, policy=policy, custom_reward_function__path=function, **keys))
+    trace = perfetto.load(str(runs / name))
     ends = step_ends(trace)
     busy = [span for span in trace.spans if span.resource == "gpu"]
     worked = {at: sum(min(s.end, end) - s.begin for s in busy if s.begin < end) for at, end in ends.items()}

@@ -8,7 +8,8 @@ mid-run (the judge or the rollout becomes slower or faster), under every fixed p
 its own trace. In the first five steps the GPU waits longer than under the best policy; this counts in the comparison
 with the baseline, not in that with the best policy. Prints a table, writes JSON, and exits with 1 if a bound is missed.
 With --real it runs the first of six workloads with a tiny model on this machine instead, whose rewards take a given
-time; the first and the last change in mid-run. Times of real runs vary by a few percent where other programs run, too.
+time; the first and the last change in mid-run. Times of real runs vary by a few percent, so those below a minute run
+three times, and the run of median length counts.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class Plan:
             rows.insert(0, _cells(self.replay))
             rows[0][head.index("change")] = ""
         elif logged is not None:
-            rows.insert(0, [AS_LOGGED, figure(self.logged_step_s), duration(logged[1]), *[""] * (len(head) - 3)])
+            rows.insert(0, [AS_LOGGED, figure(logged[1] / logged[2]), duration(logged[1]), *[""] * (len(head) - 3)])
         if against:
             at = head.index("change") + 1
             head.insert(at, "against log")

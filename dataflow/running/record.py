@@ -118,15 +118,19 @@ class Record:
         self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
         # A process that is killed later leaves the summary to its supervisor, which keeps one that exists.
         (self.directory / SUMMARY).unlink(missing_ok=True)
-        self.steps, self.summary = step, {}
+        recorded, self.steps, self.summary = self.steps, step, {}
         meta = self.trace.meta
         for name in ("cut", "status"):
             meta.pop(name, None)
-        if self.trace.spans and (known := max(s.step for s in self.trace.spans)) < step:
-            logger.warning(
-                f"{self.directory / 'trace.json'} ends in step {known}, but the checkpoint is of step {step}: timeline "
-                "and summary leave out what is missing."
-            )
+        last_steps = {METRICS: recorded}
+        if self.trace.spans:
+            last_steps["trace.json"] = max(s.step for s in self.trace.spans)
+        for name, known in last_steps.items():
+            if known < step:  # the process ended between the checkpoint and the record of its step
+                logger.warning(
+                    f"{self.directory / name} ends in step {known}, but the checkpoint is of step {step}: what is "
+                    "missing is left out of timeline, metrics and summary."
+                )
         if unscored := self._unscored(step):
             logger.warning(
                 f"no evaluation of step {', '.join(map(str, unscored))}: not all of its responses were scored when the "

@@ -161,15 +161,19 @@ def test_an_evaluation_that_was_not_scored_before_the_kill_is_said(tmp_path: Pat
     record.close()
 
 
-def test_a_trace_that_ends_before_the_checkpoint_is_said(killed: Path) -> None:
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [(STEPS, {}), (STEPS + 1, {"metrics.jsonl": STEPS}),
+     (STEPS + AHEAD + 1, {"metrics.jsonl": STEPS, "trace.json": STEPS + AHEAD})],
+)  # fmt: skip
+def test_a_record_that_ends_before_the_checkpoint_is_said(killed: Path, point: int, said: dict[str, int]) -> None:
     record = Record(killed, Backends([]))
     record.load()
     with logged() as warnings:
-        record.cut(STEPS + AHEAD + 1, frozenset(), 0)
-    assert len(warnings) == 1
-    assert (
-        f"trace.json ends in step {STEPS + AHEAD}, but the checkpoint is of step {STEPS + AHEAD + 1}: " in warnings[0]
-    )
+        record.cut(point, frozenset(), 0)
+    assert len(warnings) == len(said)
+    for warning, (name, last) in zip(warnings, said.items(), strict=True):
+        assert f"{name} ends in step {last}, but the checkpoint is of step {point}: " in warning
 
 
 def test_metrics_that_are_no_text_are_left_out(killed: Path) -> None:
