@@ -112,6 +112,8 @@ def _about_the_bound(
     workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float, outcomes: Outcomes
 ) -> str:
     """Returns a sentence on what sets the lower bound of the best policy, and what would change it."""
+    if workload.mean_s() <= 0:
+        return f"no stage of {best.policy} takes time on the GPUs, so that there is nothing to overlap rewards with."
     calls = workload.prompts * workload.responses
     agent = next((name for name in workload.agents if bound_of(name) == best.bound_by), None)
     if agent is not None:

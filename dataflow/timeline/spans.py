@@ -133,7 +133,7 @@ class Trace:
 
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] | Records[Mark] = field(default_factory=list)
-    levels: list[Level] = field(default_factory=list)
+    levels: list[Level] | Records[Level] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     sink: Callable[..., None] | None = field(default=None, repr=False, compare=False)
 
@@ -142,8 +142,9 @@ class Trace:
 
     @classmethod
     def growing(cls, meta: Mapping[str, Any] | None = None) -> Trace:
-        """Returns an empty trace for a run, which keeps its older marks packed."""
-        return cls(marks=Records(attrgetter("name", "resource", "begin", "end", "args"), Mark), meta=dict(meta or {}))
+        """Returns an empty trace for a run, which keeps its older marks and levels packed."""
+        marks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, facts=True)
+        return cls(marks=marks, levels=Records(attrgetter("name", "at", "value"), Level), meta=dict(meta or {}))
 
     def add(self, *items: Span | Mark | Level) -> None:
         """Adds spans, marks and levels; one call per task, so that the sink gets all of a task or nothing."""
@@ -186,8 +187,8 @@ class Trace:
     def stretches(self, begin: float, end: float) -> list[tuple[float, float]]:
         """Returns the parts of ``begin..end`` in which the run was running; the whole if there is no downtime in it."""
         cuts = [down for down in self.downtimes if down.begin < end and down.end > begin]
-        starts, ends = [begin, *(down.end for down in cuts)], [*(down.begin for down in cuts), end]
-        return [(a, b) for a, b in zip(starts, ends, strict=True) if a < b or not cuts]
+        edges = zip([begin, *(down.end for down in cuts)], [*(down.begin for down in cuts), end], strict=True)
+        return [(a, b) for a, b in edges if a < b or not cuts]
 
     @property
     def resources(self) -> list[str]:
@@ -322,11 +323,10 @@ def covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) 
 
 def lanes(spans: Sequence[Span]) -> list[list[Span]]:
     """Spreads spans over the fewest lanes without overlap; each takes the first free lane."""
-    ordered = sorted(spans, key=lambda s: (s.begin, s.end, s.step, s.stage, s.part))
     rows: list[list[Span]] = []
     taken: list[tuple[float, int]] = []  # (end, lane)
     free: list[int] = []
-    for span in ordered:
+    for span in sorted(spans, key=lambda s: (s.begin, s.end, s.step, s.stage, s.part)):
         while taken and taken[0][0] <= span.begin:
             heapq.heappush(free, heapq.heappop(taken)[1])
         lane = heapq.heappop(free) if free else len(rows)
@@ -348,7 +348,7 @@ def changes(marks: Iterable[Mark]) -> Iterator[tuple[float, int]]:
 
     edges = np.fromiter((t for m in marks if m.end > m.begin for t in (m.begin, m.end)), dtype=np.float64)
     times, places = np.unique(edges, return_inverse=True)
-    change = np.zeros(len(times), dtype=np.int64)
+    change = np.zeros(len(times), np.int64)
     np.add.at(change, places[::2], 1)
     np.add.at(change, places[1::2], -1)
     for at, level in zip(times[change != 0], np.cumsum(change)[change != 0], strict=True):

@@ -51,6 +51,7 @@ dataflow run "$SHARED/code/pipelines/gsm8k_grpo.py" \
   runs="$SHARED/runs" name=gsm8k-grpo resume=auto \
   model.path="$SHARED/models/Qwen2.5-7B-Instruct" \
   data.train="$SHARED/data/gsm8k/train.jsonl" data.val="$SHARED/data/gsm8k/test.jsonl" data.prompts=1024 \
+  trainer.lr=1e-6 engine.max_tokens=1024 checkpoint.grace_s=150 \
   judge.url=https://judge.example.com/v1 judge.model=MODEL judge.api_key_env=JUDGE_API_KEY \
   ray.address="$HEAD:$PORT" ray.gpus_per_worker=1 placement=disaggregated \
   trainer.world_size=$((8 * TRAINERS)) engine.rollout=vllm engine.tensor_parallel=2 \

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dataflow.columns import records
 from dataflow.columns.records import Records
-from dataflow.timeline.spans import Mark, Trace
+from dataflow.timeline.spans import Level, Mark, Trace
 
 _VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(0, 9), st.floats(allow_nan=False), st.text(max_size=3),
@@ -49,6 +49,24 @@ def test_reads_what_was_added(marks: list[Mark]) -> None:
         assert found == marks
         assert pickle.loads(pickle.dumps(found)) == found
         assert found != [*marks, Mark("x", "reward", 0.0, 0.0)]
+
+
+@given(st.lists(st.builds(Level, st.text(max_size=2), st.floats(0, 9), st.one_of(st.floats(0, 9), st.integers()))))
+def test_records_without_facts_read_as_added(levels: list[Level]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "_BLOCK", 4)
+        trace = Trace.growing()
+        trace.add(*levels)
+        found: Any = trace.levels
+        assert found == levels
+        assert [type(level.value) for level in found] == [type(level.value) for level in levels]
+        assert copy.copy(found) + levels == pickle.loads(pickle.dumps(found)) + levels == levels * 2
+
+
+def test_packed_levels_take_a_tenth_of_the_memory() -> None:
+    levels = [Level("sampled", at / 7, float(at % 1024)) for at in range(5 * 2048)]
+    blocks = Records(attrgetter("name", "at", "value"), Level, levels)._held[0]
+    assert [isinstance(block, bytes) and len(block) < 14 * 2048 for block in blocks] == [True] * 4
 
 
 def test_an_index_beyond_the_end_is_refused() -> None:
@@ -119,7 +137,7 @@ def test_packed_requests_take_a_tenth_of_the_memory() -> None:
         for i in range(5 * 2048)
     ]
     trace = packed(marks)
-    blocks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, marks)._held[0]
+    blocks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, marks, True)._held[0]
     assert len(trace) == len(marks)
     assert [isinstance(block, bytes) and len(block) < 40 * 2048 for block in blocks] == [True] * 4
 

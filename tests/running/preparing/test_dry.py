@@ -123,6 +123,7 @@ def test_a_wrong_path_is_one_problem(
         ("policy=both", "policy.max_staleness=9"),
         ("trainer.mini_batches=4", "trainer=3"),
         ("judge.url=nonsense", "judge.timeout=0"),
+        ("engine.n=0", "=5"),  # an argument without a key is said alone
     ],
 )
 def test_a_key_beside_those_of_its_section_is_one_problem(keys: tuple[str, ...], dry: Dry) -> None:
