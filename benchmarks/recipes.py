@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import ROOT, explain, finish, refuse, start, table, whole
+from _run import ROOT, explain, finish, start, table, whole
 
 LAST, GAIN, COLUMNS = 2, 0.10, 3
 KEYS = {"executor": "inline", "engine.rollout": "hf", "reward.concurrency": 256, "judge.time_scale": 0.002}
@@ -32,9 +32,7 @@ def main(arguments: list[str]) -> int:
     explain(arguments)
     given = dict(text.split("=", 1) for text in arguments if "=" in text)
     files = [Path(text) for text in arguments if "=" not in text] or sorted((ROOT / "pipelines").glob("*.py"))
-    if missing := [str(file) for file in files if not file.is_file()]:
-        refuse(f"{missing[0]}: there is no such pipeline; give a file, seeds=N, out=FILE or keys of a run.")
-    seeds = whole("seeds", given.pop("seeds", "3"))
+    seeds = whole("seeds", str(given.pop("seeds", "3")))
     out = Path(given.pop("out", "docs/recipes.json"))
     curves: dict[str, dict[str, Curve]] = json.loads(out.read_text()) if out.is_file() else {}
     with tempfile.TemporaryDirectory() as runs:

@@ -58,6 +58,8 @@ def advise(
     else:
         why = ": the GPUs hardly wait for rewards" if best.gpu_idle < _HARDLY else ""
         advice = [f"no policy is faster than baseline{why}."]
+    if best.total_s <= 0:
+        return advice
     changes = list(_changes(workload, best.policy, policy))
     wanted = [Job.of(other, under) for _what, other, under in changes]
     if policy.max_staleness and workload.pipeline.streaming:

@@ -19,7 +19,7 @@ def test_the_engines_stages_are_those_of_its_weights() -> None:
     on = {s.name: s.on for s in apart.stages}
     assert {name for name, pool in on.items() if pool == "rollout"} == {"rollout", "val_rollout", "sync_weights"}
     assert {name for name, pool in on.items() if pool == "train"} == {
-        "old_log_prob", "ref_log_prob", "actor_update", "checkpoint",
+        "old_log_prob", "ref_log_prob", "actor_update", "gather_weights", "checkpoint",
     }  # fmt: skip
     assert apart.resources == {"train": 1, "rollout": 1, "reward": None, "controller": 1, "io": 1}
     assert placed(apart, "colocated").facts() == colocated.facts()

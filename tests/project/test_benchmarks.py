@@ -101,7 +101,6 @@ def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
         ("kills", "times=1.5", "times=1.5: give a whole number of 1 or more."),
         ("resumes", "victims=judge+nobody", "use times=N"),
         ("recipes", "seeds=x", "seeds=x: give a whole number of 1 or more."),
-        ("recipes", "no.py", "no.py: there is no such pipeline; give a file, seeds=N, out=FILE or keys of a run."),
         ("resumes", "seed=x", "seed=x: give a whole number of 0 or more."),
     ],
 )

@@ -489,7 +489,7 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, key: str, client: str
 ) -> None:
     monkeypatch.setenv("TEST_JUDGE_KEY", f"{key}\n")
-    with pytest.raises(ConfigError, match=r"judge.api_key_env=TEST_JUDGE_KEY: .*; give the key alone") as error:
+    with pytest.raises(ConfigError, match=r"judge.api_key_env: .* TEST_JUDGE_KEY .*; give the key alone") as error:
         Judge("http://h", api_key_env="TEST_JUDGE_KEY", client=client)
     assert "12345" not in str(error.value)
 
