@@ -16,6 +16,8 @@ STEPS, SAMPLES = 20, 256
 CONCURRENCY = 64
 WAITS = ((1.0, 6.0), (0.1, 0.1), (1.0, 1.0), (3.0, 3.0), (8.0, 8.0), (6.0, 1.0))
 """Seconds that a step's rewards take, about, in the first and the second half of a run."""
+SHORT_S, ROUNDS = 60.0, 3
+"""A workload whose baseline takes less time runs so often: its times vary by more than the bounds."""
 
 REWARD = """
 import asyncio, itertools, random
@@ -29,10 +31,6 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-SHORT_S, ROUNDS = 60.0, 3
-"""A workload whose baseline takes less time runs so often: its times vary by more than the bounds."""
-
-
 def measure(count: int) -> list[dict[str, Any]]:
     """Returns when the steps of the first workloads ended, and how long the GPU pool had worked then, by policy.
 
@@ -40,16 +38,18 @@ def measure(count: int) -> list[dict[str, Any]]:
     """
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        for number, waits in enumerate(WAITS[:count]):
-            runs = Path(temporary, str(number))
+        for place, waits in enumerate(WAITS[:count]):
+            runs = Path(temporary, str(place))
             runs.mkdir()
             first, later = (wait * CONCURRENCY / SAMPLES for wait in waits)
             function = runs / "reward.py"
             function.write_text(REWARD.format(first=first, later=later, half=STEPS // 2 * SAMPLES))
             found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in (*PRESETS, "auto")}
-            while not found["auto"] or (_length(found["baseline"][0]) < SHORT_S and len(found["auto"]) < ROUNDS):
+            for number in range(ROUNDS):
                 for name, of in found.items():
-                    of.append(_run(runs, name, len(of), function))
+                    of.append(_run(runs, name, number, function))
+                if _length(found["baseline"][0]) >= SHORT_S:
+                    break
             middle = {name: sorted(of, key=_length)[len(of) // 2] for name, of in found.items()}
             rows.append({"waits_s": waits, "rounds": len(found["auto"]), "runs": middle})
     return rows

@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     explain(arguments)
     given = dict(text.split("=", 1) for text in arguments if "=" in text)
     files = [Path(text) for text in arguments if "=" not in text] or sorted((ROOT / "pipelines").glob("*.py"))
-    seeds = whole("seeds", str(given.pop("seeds", "3")))
+    seeds = whole("seeds", given.pop("seeds", "3"))
     out = Path(given.pop("out", "docs/recipes.json"))
     curves: dict[str, dict[str, Curve]] = json.loads(out.read_text()) if out.is_file() else {}
     with tempfile.TemporaryDirectory() as runs:

@@ -28,20 +28,15 @@ class Records(Sequence[T]):
     give lists; a copy grows on its own.
 
     Args:
-        split: returns the values of a record.
+        split: returns the values of a record, among them dicts of facts, whose keys differ between records.
         make: returns the record with such values.
         records: the first ones.
-        facts: whether the last value is a dict, whose keys differ between records.
     """
 
     def __init__(
-        self,
-        split: Callable[[T], tuple[Any, ...]],
-        make: Callable[..., T],
-        records: Iterable[T] = (),
-        facts: bool = False,
+        self, split: Callable[[T], tuple[Any, ...]], make: Callable[..., T], records: Iterable[T] = ()
     ) -> None:
-        self._split, self._make, self._facts = split, make, facts
+        self._split, self._make = split, make
         self._held: tuple[list[bytes | list[T]], list[T]] = ([], [])  # one attribute, so that other threads can read
         self._read: dict[int, list[T]] = {}
         self.extend(records)
@@ -133,7 +128,7 @@ class Records(Sequence[T]):
         return self
 
     def __copy__(self) -> Records[T]:
-        found = Records(self._split, self._make, facts=self._facts)
+        found = Records(self._split, self._make)
         blocks, newest = self._held
         found._held = (list(blocks), list(newest))
         return found
@@ -144,7 +139,7 @@ class Records(Sequence[T]):
     def _packed(self, block: list[T]) -> bytes | list[T]:
         # The facts are the user's, and may be anything: objects of other types are not pickled.
         rows = [self._split(record) for record in block]
-        return _pack(rows, self._facts) if is_plain(rows) else block
+        return _pack(rows) if is_plain(rows) else block
 
     def _unpacked(self, at: int) -> list[T]:
         block = self._held[0][at]
@@ -153,35 +148,28 @@ class Records(Sequence[T]):
         return self._read.get(at) or list(itertools.starmap(self._make, _unpack(block)))
 
 
-def _pack(rows: Sequence[tuple[Any, ...]], has_facts: bool) -> bytes:
-    """Returns rows as columns: those of the values, and for each set of facts its rows and their columns."""
-    if not has_facts:
-        return _small(([_column(column) for column in zip(*rows, strict=True)], None, len(rows)))
-    *values, facts = zip(*rows, strict=True)
-    shapes: dict[tuple[Any, ...], list[int]] = {}
-    for at, of in enumerate(facts):
-        shapes.setdefault((tuple(of), *map(type, of)), []).append(at)  # 1, 1.0 and True are equal
-    parts = []
-    for (keys, *_types), places in shapes.items():
-        inside = zip(*(facts[at].values() for at in places), strict=True)
-        parts.append((keys, _column(places), [_column(column) for column in inside]))
-    return _small(([_column(column) for column in values], parts, len(rows)))
-
-
-def _small(block: tuple[Any, ...]) -> bytes:
-    return zlib.compress(pickle.dumps(block, 5), 1)
+def _pack(rows: Sequence[tuple[Any, ...]]) -> bytes:
+    """Returns rows as columns."""
+    columns = [
+        _of_dicts(column) if set(map(type, column)) == {dict} else _column(column) for column in zip(*rows, strict=True)
+    ]
+    return zlib.compress(pickle.dumps(columns, 5), 1)
 
 
 def _unpack(block: bytes) -> Iterator[tuple[Any, ...]]:
-    values, parts, count = pickle.loads(zlib.decompress(block))
-    if parts is None:
-        return zip(*map(_values, values), strict=True)
-    facts: list[dict[Any, Any]] = [{}] * count
-    for keys, places, columns in parts:
-        rows = zip(*map(_values, columns), strict=True) if columns else itertools.repeat(())
-        for at, row in zip(_values(places), rows, strict=False):
-            facts[at] = dict(zip(keys, row, strict=True))
-    return zip(*map(_values, values), facts, strict=True)
+    return zip(*map(_values, pickle.loads(zlib.decompress(block))), strict=True)
+
+
+def _of_dicts(values: Sequence[dict[Any, Any]]) -> dict[str, Any]:
+    """Returns dicts as their number, and for each set of keys its places and the columns of its values."""
+    shapes: dict[tuple[Any, ...], list[int]] = {}
+    for at, of in enumerate(values):
+        shapes.setdefault((tuple(of), *map(type, of)), []).append(at)  # 1, 1.0 and True are equal
+    parts = []
+    for (keys, *_types), places in shapes.items():
+        inside = zip(*(values[at].values() for at in places), strict=True)
+        parts.append((keys, _column(places), [_column(column) for column in inside]))
+    return {"count": len(values), "parts": parts}
 
 
 def _column(values: Sequence[Any]) -> Any:
@@ -206,4 +194,11 @@ def _values(column: Any) -> list[Any]:
     if isinstance(column, tuple):
         known, codes = column
         return [known[code] for code in codes.tolist()]
+    if isinstance(column, dict):
+        found: list[dict[Any, Any]] = [{}] * column["count"]
+        for keys, places, columns in column["parts"]:
+            rows = zip(*map(_values, columns), strict=True) if columns else itertools.repeat(())
+            for at, row in zip(_values(places), rows, strict=False):
+                found[at] = dict(zip(keys, row, strict=True))
+        return found
     return column if isinstance(column, list) else column.tolist()

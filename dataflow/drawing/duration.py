@@ -19,7 +19,7 @@ def seconds(value: float) -> str:
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Returns a number of seconds for a table or a sentence that names the unit: rounded, without an exponent.
+    """Returns a number of seconds for text that names the unit: rounded, and without an exponent if it is large.
 
     >>> figure(2.34567), figure(1940.3, digits=3), figure(123456.7)
     ('2.346', '1940', '123457')

@@ -33,6 +33,10 @@ class Downtime:
         """Its length."""
         return self.end - self.begin
 
+    def within(self, begin: float, end: float) -> bool:
+        """Whether a part of it is within ``begin..end``."""
+        return self.begin < end and self.end > begin
+
     @property
     def length(self) -> str:
         """A name for its mark.
@@ -120,7 +124,7 @@ class Axis:
 
     def __init__(self, all_downtimes: Iterable[Downtime], begin: float, end: float, wide: float = 0.0) -> None:
         self.begin, self.end, self.wide = begin, end, wide
-        self.downtimes: Sequence[Downtime] = [g for g in all_downtimes if g.begin < end and g.end > begin]
+        self.downtimes: Sequence[Downtime] = [g for g in all_downtimes if g.within(begin, end)]
         self.running = end - begin - sum(min(g.end, end) - max(g.begin, begin) for g in self.downtimes)
         self.length = self.running + wide * len(self.downtimes)
 

@@ -143,7 +143,7 @@ class Trace:
     @classmethod
     def growing(cls, meta: Mapping[str, Any] | None = None) -> Trace:
         """Returns an empty trace for a run, which keeps its older marks and levels packed."""
-        marks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, facts=True)
+        marks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark)
         return cls(marks=marks, levels=Records(attrgetter("name", "at", "value"), Level), meta=dict(meta or {}))
 
     def add(self, *items: Span | Mark | Level) -> None:
@@ -186,9 +186,9 @@ class Trace:
 
     def stretches(self, begin: float, end: float) -> list[tuple[float, float]]:
         """Returns the parts of ``begin..end`` in which the run was running; the whole if there is no downtime in it."""
-        cuts = [down for down in self.downtimes if down.begin < end and down.end > begin]
-        edges = zip([begin, *(down.end for down in cuts)], [*(down.begin for down in cuts), end], strict=True)
-        return [(a, b) for a, b in edges if a < b or not cuts]
+        cuts = [down for down in self.downtimes if down.within(begin, end)]
+        starts, ends = [begin, *(down.end for down in cuts)], [*(down.begin for down in cuts), end]
+        return [(a, b) for a, b in zip(starts, ends, strict=True) if a < b or not cuts]
 
     @property
     def resources(self) -> list[str]:
@@ -348,7 +348,7 @@ def changes(marks: Iterable[Mark]) -> Iterator[tuple[float, int]]:
 
     edges = np.fromiter((t for m in marks if m.end > m.begin for t in (m.begin, m.end)), dtype=np.float64)
     times, places = np.unique(edges, return_inverse=True)
-    change = np.zeros(len(times), np.int64)
+    change = np.zeros(len(times), dtype=np.int64)
     np.add.at(change, places[::2], 1)
     np.add.at(change, places[1::2], -1)
     for at, level in zip(times[change != 0], np.cumsum(change)[change != 0], strict=True):

@@ -137,7 +137,7 @@ def test_packed_requests_take_a_tenth_of_the_memory() -> None:
         for i in range(5 * 2048)
     ]
     trace = packed(marks)
-    blocks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, marks, True)._held[0]
+    blocks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, marks)._held[0]
     assert len(trace) == len(marks)
     assert [isinstance(block, bytes) and len(block) < 40 * 2048 for block in blocks] == [True] * 4
 

@@ -14,7 +14,7 @@ from dataflow.planning.roles import Roles
 from dataflow.planning.servers.fit import fit
 from dataflow.planning.servers.service_time import Servers
 from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
-from dataflow.timeline.spans import Trace
+from dataflow.timeline.spans import Mark, Trace
 
 
 def further_services(
@@ -54,7 +54,7 @@ def service_of(
         plan: what is to be different.
         scattered: see :class:`~dataflow.planning.workload.Rewards`.
     """
-    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
+    asked = _asked(trace, agent)
     trained = [m for m in asked if not m.args.get("validation")] or asked
     latencies = tuple(m.end - m.begin for m in trained if m.args.get("collector") in collectors)
     distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
@@ -67,8 +67,7 @@ def service_of(
 
 def validation_latency(trace: Trace, agent: str) -> Distribution | None:
     """Returns the latencies of an agent's validation requests, which may be few at a time; None if there were none."""
-    asked = (m for m in trace.marks if m.name == "reward" and m.resource == agent and m.args.get("validation"))
-    latencies = tuple(m.end - m.begin for m in asked)
+    latencies = tuple(m.end - m.begin for m in _asked(trace, agent) if m.args.get("validation"))
     return Distribution("empirical", values=latencies) if latencies else None
 
 
@@ -81,7 +80,7 @@ def with_servers(
     if found is None or plan.latency is not None:
         return rewards
     (name, facts), own = found, config.reward.models.get(found[0], ModelPlan())
-    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
+    asked = _asked(trace, agent)
     before, slots = int(facts["replicas"]), int(facts["slots"])
     if before > 1 and not any("endpoint" in m.args for m in asked):
         assumed.append(
@@ -160,3 +159,8 @@ def refuse_keys(plan: AgentPlan, pipeline: Pipeline, source: str) -> None:
             "measured time"
         )
     raise ConfigError(f"reward.{given[0]}: {why}; leave it out.")
+
+
+def _asked(trace: Trace, agent: str) -> list[Mark]:
+    """Returns the requests of an agent, those of validations among them."""
+    return [m for m in trace.marks if m.name == "reward" and m.resource == agent]

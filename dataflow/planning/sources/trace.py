@@ -259,7 +259,7 @@ def _dispatch(trace: Trace) -> dict[str, float]:
         if waited is not None:
             busy = before.get(s.resource, 0.0) if slots.get(s.resource) == 1 else 0.0
             ready = max(busy, waited.end)
-            if not any(ready < down.end and s.begin > down.begin for down in downtimes):
+            if not any(down.within(ready, s.begin) for down in downtimes):
                 delays.setdefault(s.stage, []).append(max(0.0, s.begin - ready))
         before[s.resource] = max(before.get(s.resource, 0.0), s.end)
     return {stage: statistics.fmean(of) for stage, of in delays.items()}
