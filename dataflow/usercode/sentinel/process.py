@@ -2,6 +2,8 @@
 
 It runs as a script, isolated, with the standard library only, to start fast and use little memory. Each ping is
 answered twice: by a thread, which needs Python's lock (the GIL), and by the event loop. The answers have a deadline.
+While the loop has not answered, further pings go to the thread alone: the lock may be taken after its first answer, and
+then the loop cannot answer either.
 The responsible call is found in a page of shared memory, with a slot per thread that holds a mark while the thread runs
 user code.
 
@@ -27,6 +29,9 @@ THREAD = struct.Struct("<qQ")
 MARK = struct.Struct("<qqqqq8s")
 """Rest of a slot: number of the call (0: none), kind, step, group, sample, first bytes of the request's key."""
 SLOT = struct.Struct("<qQqqqqq8s")
+
+LOCK_ONLY = b"-"
+"""First byte of a ping that the thread alone answers."""
 
 _GRACE_S = 2.0  # how long a signal may stay unhandled
 _PAUSE_S = 1.0  # between two pings
@@ -69,14 +74,20 @@ class Watch:
         number = 0
         while True:
             number += 1
-            ping = b"%d" % number
+            ping = lock_ping = b"%d" % number
             self.answers.clear()
             self.send(ping)
             self.pinged = self.checked = time.monotonic()
             self.held = (0, 0.0)  # the call that blocks the loop, and since when
-            while {b"g" + ping, b"l" + ping} - self.answers:
+            while {b"g" + lock_ping, b"l" + ping} - self.answers:
                 self.wait(check_s)
-                self.check(b"g" + ping in self.answers, b"l" + ping in self.answers)
+                self.check(b"g" + lock_ping in self.answers, b"l" + ping in self.answers)
+                if b"g" + lock_ping in self.answers and time.monotonic() - self.pinged >= check_s:
+                    self.answers.discard(b"g" + lock_ping)
+                    number += 1
+                    lock_ping = LOCK_ONLY + b"%d" % number
+                    self.pinged = time.monotonic()
+                    self.send(lock_ping)
             end = time.monotonic() + pause_s
             while (left := end - time.monotonic()) > 0:
                 self.wait(left)

@@ -35,7 +35,7 @@ from dataflow.system.supervisor import channel
 from dataflow.usercode.forks import OneProcess, in_one_process
 from dataflow.usercode.load import MACHINERY
 from dataflow.usercode.sentinel import process as sentinel_process
-from dataflow.usercode.sentinel.process import MARK, SLOT, THREAD
+from dataflow.usercode.sentinel.process import LOCK_ONLY, MARK, SLOT, THREAD
 
 Step = int | str
 
@@ -192,10 +192,12 @@ class Sentinel:
         return self._signal
 
     def _answer(self) -> None:
-        """Answers each ping twice: from this thread, which needs the lock, and from the event loop."""
+        """Answers each ping from this thread, which needs the lock, and from the event loop if it asks that, too."""
         with suppress(OSError):  # it was closed
             while ping := self._socket.recv(64):
                 self._socket.send(b"g" + ping)
+                if ping.startswith(LOCK_ONLY):
+                    continue
                 try:
                     self._loop.call_soon_threadsafe(self._send, b"l" + ping)
                 except RuntimeError:  # a loop that is closed is not frozen

@@ -25,6 +25,16 @@ from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 in_time = threading.Barrier(3)
 
 
+loops: list[asyncio.AbstractEventLoop] = []
+
+
+def keep_the_lock() -> None:
+    # Unlike sleep(), locking a locked mutex does not return when a signal comes: the sentinel sends some.
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
+
+
 def spin() -> None:
     print("frozen", flush=True)
     re.match("(a+)+$", "a" * 60 + "b")
@@ -41,10 +51,18 @@ def waits_in_c(bad: bool) -> None:
     in_time.wait()
     if bad:
         print("frozen", flush=True)
-        # Unlike sleep(), locking a locked mutex does not return when a signal comes: the sentinel sends some.
-        library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
-        for _ in range(2):
-            library.pthread_mutex_lock(mutex)
+        keep_the_lock()
+    time.sleep(0.01)
+
+
+def waits_in_c_behind_a_busy_loop(bad: bool) -> None:
+    in_time.wait()
+    if bad:
+        # A ping comes while the loop is busy: the thread answers it, and the loop no more.
+        loops[0].call_soon_threadsafe(time.sleep, 3)
+        time.sleep(1.5)
+        print("frozen", flush=True)
+        keep_the_lock()
     time.sleep(0.01)
 
 
@@ -76,6 +94,7 @@ def starts_a_program(bad: bool) -> None:
 
 async def main(function: str, record: str, after_s: float | None) -> None:
     loop = asyncio.get_running_loop()
+    loops.append(loop)
     for number in (signal.SIGINT, signal.SIGTERM):  # as a run does
         loop.add_signal_handler(number, lambda: None)
     sentinel = Sentinel(after_s, record, inline=True)

@@ -81,6 +81,12 @@ class Rig:
         assert self.program.poll() is None
         return False
 
+    def answer_from_the_thread(self) -> None:
+        """Answers each ping as the program's thread does, and not as its loop does."""
+        with suppress(OSError):
+            while ping := self.ours.recv(64):
+                self.ours.send(b"g" + ping)
+
     def message(self) -> str:
         """Returns what the supervisor of the program reads."""
         return str(json.loads(os.read(self.said, 1 << 16))["killed"])
@@ -143,10 +149,13 @@ def test_the_call_that_blocks_the_loop_is_named_and_recorded(rigs: Any) -> None:
     rig = rigs()
     rig.mark(0, step=-1)
     rig.ours.send(b"s" + json.dumps([-1, "val:3"]).encode())
-    rig.ours.send(b"g1")  # the thread answers, the loop does not
+    thread = threading.Thread(target=rig.answer_from_the_thread)
+    thread.start()
     with pytest.raises(Ended):
         rig.watch.run()
     assert rig.program.wait(20) == -signal.SIGKILL
+    rig.ours.shutdown(socket.SHUT_RDWR)
+    thread.join()
     story = r"'stuck' \(mine\.py:12\) has blocked the event loop for \d+ s, with every other call and all time-outs"
     said = rig.message()
     begin = rf"sample 1 of group 7 of step val:3: {story} \(reward\.frozen_after\); the process was ended; "
@@ -155,6 +164,17 @@ def test_the_call_that_blocks_the_loop_is_named_and_recorded(rigs: Any) -> None:
     noted = json.loads(rig.record.read_text())
     assert noted.pop("story") in f"{said}."
     assert noted == {"kind": 1, "step": "val:3", "group": 7, "sample": 1, "key": b"key".hex()}
+
+
+def test_a_lock_that_is_taken_before_the_loop_has_answered_is_found(rigs: Any) -> None:
+    rig = rigs()
+    rig.mark(1)  # the loop, in slot 0, runs no call
+    rig.page[0 : SLOT.size] = THREAD.pack(rig.program.pid, 0xCD) + bytes(MARK.size)
+    rig.ours.send(b"g1")  # the thread's last answer
+    with pytest.raises(Ended):
+        rig.watch.run()
+    assert rig.program.wait(20) == -signal.SIGKILL
+    assert "'stuck' (mine.py:12) has kept Python's lock for" in rig.message()
 
 
 def test_the_call_that_keeps_the_lock_is_named(rigs: Any) -> None:

@@ -27,7 +27,10 @@ from tests.usercode.sentinel import frozen_calls
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(100)]
 
 DEADLINE_S = 60.0
-FREEZES = ["backtracks", "waits_in_c", "backtracks_on_the_loop", "backtracks_in_a_task", "blocks_the_loop"]
+FREEZES = [
+    "backtracks", "waits_in_c", "waits_in_c_behind_a_busy_loop", "backtracks_on_the_loop", "backtracks_in_a_task",
+    "blocks_the_loop",
+]  # fmt: skip
 SIGNALS = [(signal.SIGINT, "blocks_the_loop"), (signal.SIGTERM, "backtracks")]
 LOCK, LOOP = "has kept Python's lock for", "has blocked the event loop for"
 
