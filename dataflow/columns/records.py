@@ -1,4 +1,4 @@
-"""Records of a long run, in memory: the newest as objects, older ones packed in blocks of columns. Pure."""
+"""Records of a long run: the newest as objects, older ones packed in blocks of columns, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex, TypeVar, overload
 
+from dataflow.columns.block_file import BlockFile, Place
 from dataflow.usercode.copies import is_plain
 
 T = TypeVar("T")
@@ -31,13 +32,19 @@ class Records(Sequence[T]):
         split: returns the values of a record, among them dicts of facts, whose keys differ between records.
         make: returns the record with such values.
         records: the first ones.
+        file: for the packed ones, which stay in memory without it, and where it cannot be written.
     """
 
     def __init__(
-        self, split: Callable[[T], tuple[Any, ...]], make: Callable[..., T], records: Iterable[T] = ()
+        self,
+        split: Callable[[T], tuple[Any, ...]],
+        make: Callable[..., T],
+        records: Iterable[T] = (),
+        file: BlockFile | None = None,
     ) -> None:
-        self._split, self._make = split, make
-        self._held: tuple[list[bytes | list[T]], list[T]] = ([], [])  # one attribute, so that other threads can read
+        self._split, self._make, self._file = split, make, file
+        # One attribute, so that other threads can read.
+        self._held: tuple[list[Place | bytes | list[T]], list[T]] = ([], [])
         self._read: dict[int, list[T]] = {}
         self.extend(records)
 
@@ -128,24 +135,40 @@ class Records(Sequence[T]):
         return self
 
     def __copy__(self) -> Records[T]:
-        found = Records(self._split, self._make)
+        found = Records(self._split, self._make, file=self._file)
         blocks, newest = self._held
         found._held = (list(blocks), list(newest))
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy in another process has: all in memory."""
+        blocks, newest = self._held
+        return {**vars(self), "_held": ([self._block(at) for at in range(len(blocks))], newest), "_file": None}
+
     def __repr__(self) -> str:
         return f"Records({len(self)})"
 
-    def _packed(self, block: list[T]) -> bytes | list[T]:
+    def _packed(self, block: list[T]) -> Place | bytes | list[T]:
         # The facts are the user's, and may be anything: objects of other types are not pickled.
         rows = [self._split(record) for record in block]
-        return _pack(rows) if is_plain(rows) else block
+        if not is_plain(rows):
+            return block
+        packed = _pack(rows)
+        return (self._file.put(packed) if self._file is not None else None) or packed
+
+    def _block(self, at: int) -> bytes | list[T]:
+        """Returns a block as it was packed."""
+        block = self._held[0][at]
+        if isinstance(block, Place):
+            assert self._file is not None
+            return self._file.get(block)
+        return block
 
     def _unpacked(self, at: int) -> list[T]:
-        block = self._held[0][at]
-        if isinstance(block, list):
-            return block
-        return self._read.get(at) or list(itertools.starmap(self._make, _unpack(block)))
+        if (known := self._read.get(at)) is not None:
+            return known
+        block = self._block(at)
+        return block if isinstance(block, list) else list(itertools.starmap(self._make, _unpack(block)))
 
 
 def _pack(rows: Sequence[tuple[Any, ...]]) -> bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+from dataflow.columns.block_file import BlockFile
 from dataflow.columns.records import Records
 from dataflow.graph import TaskId
 from dataflow.timeline.downtime import Downtime, downtimes, resumed
@@ -141,10 +142,10 @@ class Trace:
         self.meta.setdefault("version", VERSION)
 
     @classmethod
-    def growing(cls, meta: Mapping[str, Any] | None = None) -> Trace:
-        """Returns an empty trace for a run, which keeps its older marks and levels packed."""
-        marks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark)
-        return cls(marks=marks, levels=Records(attrgetter("name", "at", "value"), Level), meta=dict(meta or {}))
+    def growing(cls, meta: Mapping[str, Any], file: BlockFile) -> Trace:
+        """Returns an empty trace for a run, which keeps its older marks and levels packed in a file."""
+        marks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, file=file)
+        return cls([], marks, Records(attrgetter("name", "at", "value"), Level, file=file), dict(meta))
 
     def add(self, *items: Span | Mark | Level) -> None:
         """Adds spans, marks and levels; one call per task, so that the sink gets all of a task or nothing."""
@@ -382,8 +383,7 @@ def _chain(trace: Trace) -> tuple[str, str, str] | None:
     """Returns the stages that sample, collect rewards and train; None if the pipeline lacks one."""
     role_of = trace.roles
     first = {role: name for name, role in reversed(role_of.items())}
-    chosen = [first.get(role) for role in ("samples", "collects", "trains")]
-    sampling, collecting, training = chosen
+    sampling, collecting, training = [first.get(role) for role in ("samples", "collects", "trains")]
     return (sampling, collecting, training) if sampling and collecting and training else None
 
 

@@ -1,11 +1,16 @@
 """Records that are packed read as those that were added."""
 
 import copy
+import errno
+import gc
 import math
 import operator
+import os
 import pickle
+import tempfile
 from collections.abc import Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.columns import records
+from dataflow.columns.block_file import BlockFile, Place
 from dataflow.columns.records import Records
+from dataflow.errors import RunError
 from dataflow.timeline.spans import Level, Mark, Trace
 
 _VALUES = st.one_of(
@@ -28,7 +35,7 @@ _MARKS = st.lists(
 
 
 def packed(marks: list[Mark]) -> Any:
-    trace = Trace.growing()
+    trace = Trace.growing({}, BlockFile(tempfile.gettempdir()))
     trace.add(*marks)
     return trace.marks
 
@@ -55,7 +62,7 @@ def test_reads_what_was_added(marks: list[Mark]) -> None:
 def test_records_without_facts_read_as_added(levels: list[Level]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records, "_BLOCK", 4)
-        trace = Trace.growing()
+        trace = Trace.growing({}, BlockFile(tempfile.gettempdir()))
         trace.add(*levels)
         found: Any = trace.levels
         assert found == levels
@@ -124,6 +131,69 @@ def test_a_search_unpacks_each_block_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Records, "_unpacked", lambda self, at: read.append(at) or unpacked(self, at))
     assert found.index(found[-1]) == 39
     assert read == list(range(8 + 1))[: len(read)]
+
+
+_SPLIT = attrgetter("name", "resource", "begin", "end", "args")
+_MANY = [Mark("reward", "reward", float(at), at + 1.0, {"step": at}) for at in range(5 * 2048)]
+
+
+def test_packed_records_leave_memory_for_a_file_that_no_listing_shows(tmp_path: Path) -> None:
+    found = Records(_SPLIT, Mark, _MANY, BlockFile(tmp_path))
+    assert [type(block) for block in found._held[0]] == [Place] * 4
+    assert list(tmp_path.iterdir()) == []
+    assert found == _MANY
+    assert found[-5000:] == _MANY[-5000:]
+
+
+def test_records_stay_in_memory_where_their_file_cannot_be_written(tmp_path: Path) -> None:
+    found = Records(_SPLIT, Mark, _MANY, BlockFile(tmp_path / "missing"))
+    assert [type(block) for block in found._held[0]] == [bytes] * 4
+    assert found == _MANY
+
+
+def test_a_disk_that_is_full_for_a_while_loses_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write takes a part only, and some take none: the next ones are put where the last whole block ended."""
+    real, calls = os.pwrite, iter(range(10**6))
+
+    def nearly_full(file: int, data: bytes, offset: int) -> int:
+        if next(calls) % 7 == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data[: len(data) // 2 + 100], offset)
+
+    monkeypatch.setattr(os, "pwrite", nearly_full)
+    monkeypatch.setattr(records, "_BLOCK", 64)
+    found = Records(_SPLIT, Mark, _MANY[:2048], BlockFile(tmp_path))
+    assert {type(block) for block in found._held[0]} == {Place, bytes}
+    assert found == _MANY[:2048]
+
+
+def test_copies_of_records_in_a_file_grow_on_their_own(tmp_path: Path) -> None:
+    found = Records(_SPLIT, Mark, _MANY, BlockFile(tmp_path))
+    other = copy.copy(found)
+    other.extend(_MANY)
+    found.extend(_MANY[:3000])
+    assert found == _MANY + _MANY[:3000]
+    assert other == _MANY * 2
+    assert pickle.loads(pickle.dumps(found)) == copy.deepcopy(found) == found
+
+
+def test_a_file_that_lost_its_end_is_an_error_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Records(_SPLIT, Mark, _MANY, BlockFile(tmp_path))
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: b"")
+    with pytest.raises(RunError, match=r"requests of earlier steps.* cannot be read \(its end is missing\); check the"):
+        found[0]
+
+
+def test_a_file_is_closed_with_the_last_records_in_it(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path)
+    found = Records(_SPLIT, Mark, _MANY, file)
+    number = file._file
+    assert number is not None
+    os.fstat(number)
+    del file, found
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
 
 
 def test_facts_that_cannot_be_packed_are_kept() -> None:
