@@ -1,13 +1,16 @@
 """The nodes of a Ray cluster: which of them the processes of a service may use, and how its ranks are placed on them.
 
-Pure but for :func:`beside` and :class:`Places`, which reserves nodes.
+Pure but for :func:`beside`, :func:`log_nodes` and :class:`Places`, which reserves nodes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
+
+from loguru import logger
 
 from dataflow.cluster.gpus import Gpus
 from dataflow.errors import counted
@@ -114,11 +117,34 @@ def _times(bundle: Mapping[str, float], node: Node) -> int:
 
 def _listed(nodes: Sequence[Node]) -> str:
     """Returns nodes with the labels that their users gave them."""
-    listed = []
-    for node in nodes[:8]:
-        own = [f"{name}={value}" for name, value in sorted(node.labels.items()) if not name.startswith("ray.io/")]
-        listed.append(f"{node.address}: {', '.join(own) or 'none'}")
+    listed = [f"{node.address}: {_own_labels(node) or 'none'}" for node in nodes[:8]]
     return "; ".join(listed) + ("; ..." if len(nodes) > len(listed) else "")
+
+
+def _own_labels(node: Node) -> str:
+    own = [f"{name}={value}" for name, value in sorted(node.labels.items()) if not name.startswith("ray.io/")]
+    return ", ".join(own)
+
+
+def log_nodes(what: str, ids: Sequence[str]) -> None:
+    """Logs where the processes of a service are, if the cluster has several nodes.
+
+    Args:
+        what: the service.
+        ids: of the node of each process.
+    """
+    import ray
+
+    nodes = {node.id: node for node in nodes_of(ray.nodes())}
+    if len(nodes) < 2:
+        return
+    found = []
+    for id, number in Counter(ids).items():
+        node = nodes.get(id)  # it may be lost by now
+        where = "a lost node" if node is None else node.address
+        labels = _own_labels(node) if node is not None else ""
+        found.append(where + (f" ({labels})" if labels else "") + (f" x {number}" if number > 1 else ""))
+    logger.info(f"{what} runs on {', '.join(found)}")
 
 
 def beside() -> dict[str, Any]:

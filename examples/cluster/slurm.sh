@@ -4,6 +4,7 @@
 #   sbatch slurm.sh            begins the run, or resumes it
 #
 # Change the lines marked CHANGE. docs/cluster.md explains each part.
+# CHANGE: the number of machines, what each of them has, and the time.
 #SBATCH --job-name=gsm8k-grpo
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -46,7 +47,7 @@ until timeout 1 bash -c "</dev/tcp/$HEAD/$PORT"; do sleep 1; done 2>/dev/null
 
 # The run waits for the machines that are not up yet (ray.start_timeout).
 # CHANGE: the pipeline, the model, the problems, and your judge. Without data.* the run makes up problems, and without
-# judge.url a stand-in scores them.
+# judge.url a stand-in scores them. The sizes below are those of machines with 8 GPUs.
 dataflow run "$SHARED/code/pipelines/gsm8k_grpo.py" \
   runs="$SHARED/runs" name=gsm8k-grpo resume=auto \
   model.path="$SHARED/models/Qwen2.5-7B-Instruct" \

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from dataflow.cluster import shared_paths
 from dataflow.cluster.joined import JoinedRay, own_address
@@ -130,7 +131,13 @@ def test_services_run_where_their_rules_say(nodes: Nodes, tmp_path: Path) -> Non
         finally:
             await executor.close()
 
-    asyncio.run(body())
+    with logged("INFO") as said:
+        asyncio.run(body())
+    (address,) = {node["NodeManagerAddress"] for node in ray.nodes()}
+    a, b = (f"{address} (role={role})" for role in "ab")
+    assert {f"'maker' runs on {a}, {b}", f"'maker' runs on {b}, {a}"} & set(said)
+    assert {f"'maker' runs on {a} x 2", f"'maker' runs on {b} x 2"} & set(said)
+    assert {f"'taker' runs on {b}", f"'taker' runs on {address}"} <= set(said)
 
 
 def test_why_a_process_was_ended_is_known_from_another_node(nodes: Nodes, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from loguru import logger
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collects the messages of the block's warnings and errors."""
+def logged(level: str = "WARNING") -> Iterator[list[str]]:
+    """Collects the messages of the block: its warnings and errors, or those from another level on."""
     messages: list[str] = []
-    handler = logger.add(lambda line: messages.append(line.record["message"]), level="WARNING")
+    handler = logger.add(lambda line: messages.append(line.record["message"]), level=level)
     try:
         yield messages
     finally:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataflow.batch import Batch
-from dataflow.cluster.nodes import NodeRule, Places
+from dataflow.cluster.nodes import NodeRule, Places, log_nodes
 from dataflow.cluster.paths import Where
 from dataflow.cluster.shared_paths import SharedPaths, check_version, one_on_each
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
@@ -131,6 +131,7 @@ class Replicas:
         if others := one_on_each([replica.actor for replica in self._handles], where, here):
             with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this one's loop may wait for this call
                 thread.submit(asyncio.run, paths.check(others)).result()
+        log_nodes(f"'{paths.service}' (replicas)", [each.node for each in where])
 
     def _wait_for(self, answers: Sequence[concurrent.futures.Future[T]]) -> list[T]:
         """Returns the answer of each replica; raises the first failure."""

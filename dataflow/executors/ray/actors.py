@@ -15,7 +15,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.cluster.answer import died, fetch, first_failure, peer_lost, unreachable
-from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, nodes_of
+from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, log_nodes, nodes_of
 from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY
 from dataflow.cluster.shared_paths import SharedPaths, check_version, one_on_each
 from dataflow.executors.ray.host import Host, Place, WaitingHost
@@ -118,6 +118,7 @@ class Actors:
             directory = self._cluster.directory if spec.run_directory else None
             paths = SharedPaths(spec.name, spec.files, spec.made, spec.writes, directory)
             await paths.check(one_on_each(self._actors, where, self._cluster.here))
+            log_nodes(f"'{spec.name}'", [each.node for each in where])
 
     def lacking(self) -> str:
         """Returns what the nodes of a cluster lack for the service, as a clause; "" if nothing is known."""

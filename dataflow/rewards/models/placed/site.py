@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dataflow.cluster.answer import answering, cause, died, last_words
-from dataflow.cluster.nodes import nodes_of
+from dataflow.cluster.nodes import log_nodes, nodes_of
 from dataflow.cluster.paths import SeesPaths, Where
 from dataflow.cluster.shared_paths import check_version
 from dataflow.errors import DataflowError, RunError, UserError
@@ -140,6 +140,7 @@ class PlacedSite:
             raise RunError(f"{self.what} was not placed after {self.place_s:g} s; {clause}.") from None
         check_version(self.what, where)
         asyncio.run(self._check(actor, where))
+        log_nodes(self.what, [where.node])
         return where
 
     def _actor(self) -> Any:
