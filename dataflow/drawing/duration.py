@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 
 def seconds(value: float) -> str:
     """Returns a duration as text: ``0.25 s``, ``12.3 s``, ``3 min 20 s``, ``17 h 53 min``.
@@ -19,10 +21,10 @@ def seconds(value: float) -> str:
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Returns a number of seconds for text that names the unit: rounded, and without an exponent if it is large.
+    """Returns a number of seconds for text that names the unit: rounded, and without an exponent.
 
-    >>> figure(2.34567), figure(1940.3, digits=3), figure(123456.7)
-    ('2.346', '1940', '123457')
+    >>> figure(2.34567), figure(1940.3, digits=3), figure(123456.7), figure(0.0000123)
+    ('2.346', '1940', '123457', '0.0000123')
     """
     text = f"{value:.{digits}g}"
-    return f"{value:.0f}" if "e+" in text else text
+    return f"{value:.0f}" if "e+" in text else f"{Decimal(text):f}"

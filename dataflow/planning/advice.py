@@ -137,7 +137,7 @@ def _about_the_bound(
         else:
             most, needed = MOST_IN_FLIGHT, math.ceil(calls * each / gpu)
             changed = replace(rewards, concurrency=(wanted := min(needed, most)))
-            why = f"{counted(calls, 'call')} x {each:.1f} s / {rewards.concurrency:,} in flight"
+            why = f"{counted(calls, 'call')} x {figure(each, 3)} s / {rewards.concurrency:,} in flight"
             turn = f"{wanted:,} in flight"
         effect = ", the most of a plan, would not" if needed > most else " would"
         change = outcomes.of(workload.with_service(agent, changed), policy).total_s / base - 1

@@ -10,7 +10,7 @@ from typing import Any
 from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.simulation.simulate import simulate
-from dataflow.planning.sources.trace import of_trace
+from dataflow.planning.sources.trace import of_trace, policy_of
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.timeline import files
 from dataflow.timeline.causes.attribution import summary
@@ -65,17 +65,8 @@ def backtest(trace: Trace, source: str) -> tuple[list[BacktestRow], Trace]:
 def _policy(meta: Mapping[str, Any]) -> SchedulingPolicy | PolicySchedule:
     """Returns the policy of a run, or the policies of one that changed them."""
     if changes := meta.get("policies"):
-        return PolicySchedule(tuple((int(each["step"]), _of(each)) for each in changes))
-    return _of(meta)
-
-
-def _of(facts: Mapping[str, Any]) -> SchedulingPolicy:
-    return SchedulingPolicy(
-        int(facts.get("split", 1)),
-        int(facts.get("max_staleness", 0)),
-        facts.get("order", "arrival"),
-        bool(facts.get("stream_rollout", False)),
-    )
+        return PolicySchedule(tuple((int(each["step"]), policy_of(each)) for each in changes))
+    return policy_of(meta)
 
 
 def predicted(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:

@@ -24,12 +24,13 @@ from dataflow.timeline.text import table
 FAR_OFF = 0.2
 """Share by which a replay may be off the log before the plan gives a reason."""
 _TOO_SHORT = (
-    "; this plan lacks something that the run waits for (compute_group and a user's own stages are not planned), or "
-    "the run is so short that its start counts."
+    "; the run waits for something that this plan lacks (compute_group and a user's own stages are not planned), its "
+    "rewards took longer or fewer were in flight (reward.latency, reward.concurrency), or it is so short that its "
+    "start counts."
 )
 _TOO_LONG = (
-    "; the run waited less than this plan assumes: its reward.latency is too long, its reward.concurrency too small, "
-    "or the run overlaps more than the log shows."
+    "; the run waited less than this plan assumes: its rewards took less time or more were in flight (reward.latency, "
+    "reward.concurrency), or it overlaps more than the log shows."
 )
 _ONE_STEP = (
     "this source has one step, with the warm-up in it: it shows neither how much steps differ nor how far a prediction "
@@ -61,8 +62,7 @@ class Plan:
         """Seconds of a step of the source's own run, as it was logged."""
         if self.workload.logged is None:
             return None
-        _policy, seconds, steps = self.workload.logged
-        return seconds / steps
+        return self.workload.logged.seconds / self.workload.logged.steps
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON object described in docs/planning.md."""
@@ -74,8 +74,8 @@ class Plan:
             "advice": self.advice,
         }
         if self.workload.logged is not None:
-            policy, seconds, steps = self.workload.logged
-            found["logged"] = {"policy": policy, "total_s": seconds, "steps": steps}
+            logged = self.workload.logged
+            found["logged"] = {"policy": logged.policy, "total_s": logged.seconds, "steps": logged.steps}
         if self.replay is not None:
             found["logged"]["predicted_step_s"] = self.replay.step_s
         if self.workload.caution:
@@ -112,7 +112,7 @@ class Plan:
         logged, load = self.logged_step_s, self.workload
         if logged is None or load.logged is None:
             return []
-        policy, _seconds, steps = load.logged
+        policy, steps = load.logged.policy, load.logged.steps
         if self.replay is None:
             over = f"{figure(logged)} s a step over {counted(steps, 'step')}"
             if policy == CHANGED:
@@ -141,7 +141,9 @@ class Plan:
             rows.insert(0, _cells(self.replay))
             rows[0][head.index("change")] = ""
         elif logged is not None:
-            rows.insert(0, [AS_LOGGED, figure(logged[1] / logged[2]), duration(logged[1]), *[""] * (len(head) - 3)])
+            rows.insert(
+                0, [AS_LOGGED, figure(logged.seconds / logged.steps), duration(logged.seconds), *[""] * (len(head) - 3)]
+            )
         if against:
             at = head.index("change") + 1
             head.insert(at, "against log")
@@ -225,10 +227,11 @@ def _own(
     workload: Workload, policies: Mapping[str, SchedulingPolicy]
 ) -> tuple[Workload, dict[str, SchedulingPolicy]] | None:
     """Returns the source's own run and its policy; None if there is nothing to compare it with."""
-    if workload.logged is None or workload.logged[0] not in policies:
+    logged = workload.logged
+    under = None if logged is None else logged.under or policies.get(logged.policy)
+    if logged is None or under is None:
         return None
-    policy, _seconds, steps = workload.logged
-    return workload.loop or replace(workload, steps=steps), {AS_LOGGED: policies[policy]}
+    return workload.loop or replace(workload, steps=logged.steps), {AS_LOGGED: under}
 
 
 def _difference(load: Workload) -> str:
@@ -254,7 +257,7 @@ def beside(plans: Sequence[Plan]) -> str:
     for plan in plans:
         step_s = {row.policy: figure(row.step_s) for row in plan.rows}
         logged = plan.workload.logged
-        took = "" if logged is None else f"{figure(logged[1] / logged[2])} ({logged[0] or 'overlaps'})"
+        took = "" if logged is None else f"{figure(logged.seconds / logged.steps)} ({logged.policy or 'overlaps'})"
         lines.append((plan.workload.source, took, *(step_s.get(name, "") for name in names)))
     return str(table(lines))
 
@@ -266,8 +269,7 @@ def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> d
     policies = {name: preset(name, workload.mini_batches) for name in names}
     if config.policy is not None:
         own = config.policy.resolve(workload.mini_batches)
-        name = f"split={own.split} staleness={own.max_staleness}" + (STREAM if own.stream_rollout else "")
-        policies[name] = own
+        policies[own.numbers] = own
     return policies
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dataflow.distribution import Distribution
@@ -12,12 +13,29 @@ Agent = Literal["continuous", "per-step"]
 Pool = Literal["shared", "own"]
 
 
+def logged_step(step: int, known: Iterable[int]) -> int:
+    """Returns the logged step whose measurements a planned step takes: its own, or those of another one.
+
+    The first logged step includes warm-up, so it never stands in for a later step.
+
+    >>> [logged_step(step, {1, 2, 3}) for step in range(1, 7)]
+    [1, 2, 3, 2, 3, 2]
+    """
+    first, *rest = order = sorted(known)
+    if step in order or step < first:
+        return max(step, first)
+    rest = rest or order
+    return rest[(step - 2) % len(rest)]
+
+
 @dataclass(frozen=True)
 class Rewards:
     """The reward service.
 
     Attributes:
         latency: of one request, in seconds; with ``servers`` that of one alone on a server.
+        steps: seconds of the requests of each logged step, group by group, which its plan takes in place of draws: a
+            service is fast in one step and slow in another.
         concurrency: requests in flight at most.
         rpm: requests a minute at most; None for no limit.
         agent: ``continuous`` keeps all slots busy; ``per-step`` finishes one step's requests before it begins the next.
@@ -31,6 +49,14 @@ class Rewards:
     agent: Agent = "continuous"
     scattered: bool = False
     servers: Servers | None = None
+    steps: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
+
+    def latency_of(self, step: int, count: int) -> Distribution | tuple[float, ...]:
+        """Returns the latency of a step's requests, or that of each if as many were logged."""
+        if not self.steps:
+            return self.latency
+        known = self.steps[logged_step(step, self.steps)]
+        return known if len(known) == count else Distribution("empirical", values=known)
 
     @property
     def seconds(self) -> float:

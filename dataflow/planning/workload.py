@@ -5,12 +5,12 @@ Pure: times are measured or drawn from distributions, with random generators see
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from dataflow.distribution import Distribution
 from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
 from dataflow.planning.requests.draws import Draws
 from dataflow.planning.requests.requests import Numbers, Requests
-from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.rewards import Rewards, Validation, logged_step
 from dataflow.planning.roles import Roles
+from dataflow.policy import SchedulingPolicy
 from dataflow.timeline.spans import POOLS
 
 
@@ -41,14 +42,9 @@ class Measured:
     def seconds(self, step: int, part: int, parts: int) -> float:
         """Returns the seconds of one task; a step that was not logged takes the time of one that was.
 
-        The first logged step includes warm-up, so it never stands in for a later step. If the logged step had another
-        number of parts, its total is split evenly.
+        If the logged step had another number of parts, its total is split evenly.
         """
-        known = self.steps.get(step)
-        if known is None:
-            order = self._order
-            rest = order[1:] or order
-            known = self.steps[order[0] if step < order[0] else rest[(step - 2) % len(rest)]]
+        known = self.steps[step if step in self.steps else logged_step(step, self._order)]
         return known[part] if len(known) == parts else math.fsum(known) / parts
 
     @property
@@ -82,6 +78,15 @@ CHANGED = "auto"
 """The policy of a run that changed it: ``policy=auto``."""
 
 
+class Logged(NamedTuple):
+    """A source's own run: how long its steps took, and the policy; its name is "" if it is not known."""
+
+    policy: str
+    seconds: float
+    steps: int
+    under: SchedulingPolicy | None = None
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training job.
@@ -100,8 +105,7 @@ class Workload:
         ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
         uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
         assumptions: sentences on values that the source does not contain.
-        logged: (policy, total seconds, steps) of the source's own run; policy "" if it is unknown, :data:`CHANGED` if
-            it changed during the run.
+        logged: the source's own run; None if its time is not known.
         loop: the source's own run, where that differs: keys change what is planned, and verl's loop stops for
             validations and checkpoints.
         caution: why the source may be none that can be planned from; "" if nothing shows that.
@@ -122,12 +126,12 @@ class Workload:
     ends: tuple[float, ...] = ()
     uncounted: bool = False
     assumptions: tuple[str, ...] = ()
-    logged: tuple[str, float, int] | None = None
+    logged: Logged | None = None
     loop: Workload | None = None
     caution: str = ""
     seed: int = 0
 
-    @functools.cached_property
+    @cached_property
     def roles(self) -> Roles:
         """The stages that use the reward service."""
         return Roles.of(self.pipeline)
@@ -137,7 +141,7 @@ class Workload:
         """Number of steps whose times were measured; 0 if they are drawn from distributions."""
         return max((len(time.steps) for time in self.times.values() if isinstance(time, Measured)), default=0)
 
-    @functools.cached_property
+    @cached_property
     def agents(self) -> dict[str, str]:
         """The reward agents: the stage that collects, by name of the agent; the first forms the parts.
 
@@ -219,8 +223,10 @@ class Workload:
 
     def latencies(self, step: int, agent: str = "reward") -> Sequence[float]:
         """Returns the seconds of all requests of a step to an agent, group by group; the same under every policy."""
-        latency = self.beside.get(self.agents.get(agent, ""), self.rewards).latency
         count, seed = self.prompts * self.responses, f"{self.seed}/{agent}/{step}"
+        latency = self.beside.get(self.agents.get(agent, ""), self.rewards).latency_of(step, count)
+        if isinstance(latency, tuple):
+            return latency
         return _DRAWS.get((latency, seed, count), "d", lambda: latency.draws(Random(seed), count))
 
     def requests(self, step: int, groups: Sequence[int], latencies: Sequence[float] | None = None) -> Requests:

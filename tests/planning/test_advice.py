@@ -21,7 +21,7 @@ def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:
     advice = make_plan(costs, []).advice
     assert advice[0].startswith("both+stream is the fastest: ")
     assert "; without streaming, both is: " in advice[0]
-    assert "the reward service bounds both: 32 calls x 20.0 s / 8 in flight = 80 s a step against" in advice[1]
+    assert "the reward service bounds both: 32 calls x 20 s / 8 in flight = 80 s a step against" in advice[1]
     assert "in flight would make the GPUs the limit (-" in advice[1]
     assert any(s.startswith("strictly on-policy, mini-batch+stream is the fastest: -") for s in advice)
     assert any(sentence.startswith("validation beside training (validation.overlap=true)") for sentence in advice)

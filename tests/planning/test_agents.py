@@ -76,7 +76,7 @@ def test_the_slowest_service_is_the_bound_and_the_advice(tmp_path: Path) -> None
     assert rows[-1].bounds_s["service of style"] == pytest.approx(4 * 16 * 3.0 / 4)
     said = advise(workload, rows, policies)[1]
     assert said.startswith("the service of style bounds")
-    assert "16 calls x 3.0 s / 4 in flight" in said
+    assert "16 calls x 3 s / 4 in flight" in said
     assert "12 in flight would make the GPUs the limit" in said
 
 

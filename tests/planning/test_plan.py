@@ -117,7 +117,7 @@ def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("latency", "reason"),
-    [(2, "; this plan lacks something that the run waits for"), (40, "; the run waited less than this plan assumes")],
+    [(2, "; the run waits for something that this plan lacks"), (40, "; the run waited less than this plan assumes")],
 )
 def test_a_replay_far_off_the_log_gives_the_reasons_of_its_direction(
     latency: int, reason: str, log: str, capsys: pytest.CaptureFixture[str]

@@ -8,7 +8,7 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
-from dataflow.policy import preset
+from dataflow.policy import SchedulingPolicy, preset
 from dataflow.timeline.spans import Mark, Trace
 
 SECONDS = {"rollout": 3.0, "old_log_prob": 1.0, "actor_update": 2.0, "sync_weights": 0.25, "val_rollout": 1.0}
@@ -30,16 +30,18 @@ def job(steps: int = 8, dispatch_s: float = 0.01) -> Workload:
     )
 
 
-def run(workload: Workload, policy: str = "baseline") -> Trace:
+def run(workload: Workload, policy: str | SchedulingPolicy = "baseline") -> Trace:
     """A trace as a real run would leave it: with a mark for each reward request."""
-    account, _ = simulate(workload, preset(policy, workload.mini_batches), whole=True)
+    under = preset(policy, workload.mini_batches) if isinstance(policy, str) else policy
+    account, _ = simulate(workload, under, whole=True)
     trace = account.trace
     facts = {"pipeline": json.loads(json.dumps(workload.pipeline.facts())), "concurrency": workload.rewards.concurrency}
     facts |= {key: getattr(workload, key) for key in ("prompts", "responses", "mini_batches")}
     trace.meta |= {"policy": policy, "job": facts}
     for step in range(1, workload.steps + 1):
-        for _group, seconds in workload.requests(step, range(workload.prompts)):
-            trace.marks.append(Mark("reward", "reward", 0.0, seconds, {"step": step}))
+        for at, (group, seconds) in enumerate(workload.requests(step, range(workload.prompts))):
+            sample = at % workload.responses
+            trace.marks.append(Mark("reward", "reward", 0.0, seconds, {"step": step, "group": group, "sample": sample}))
         if step % 4 == 0:
             for _group, seconds in workload.val_requests(step):
                 trace.marks.append(Mark("reward", "reward", 0.0, seconds, {"step": step, "validation": True}))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dataflow.drawing.duration import figure
 from dataflow.drawing.style import WIDTH, cause_colours
 from dataflow.planning.planner import Prediction, Sweep
 
@@ -231,7 +232,7 @@ class Panel:
 
 def seconds_of(value: float) -> str:
     """Returns seconds as text, as beside a bar."""
-    return f"{value:,.1f} s" if value >= 10 else f"{value:.3g} s"
+    return f"{value:,.1f} s" if value >= 10 else f"{figure(value, 3)} s"
 
 
 def change_of(row: Prediction) -> str:

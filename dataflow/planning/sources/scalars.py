@@ -72,7 +72,7 @@ def read_scalars(path: str | os.PathLike[str], timings: Sequence[str] = REQUIRED
         for step, value in sorted(series.items()):
             if step > _LAST_STEP:
                 raise DataError(
-                    f"log {path}: step {step:.3g} of {name} is over {_LAST_STEP:g}; give steps as verl does."
+                    f"log {path}: step {step:.0f} of {name} is over {_LAST_STEP:g}; give steps as verl does."
                 )
             if name.startswith(SECONDS) and not 0 <= value <= _LONGEST_S:
                 raise DataError(f"log {path}: {name} at step {step} is {value:g}; give seconds, 0 to {_LONGEST_S:g}.")

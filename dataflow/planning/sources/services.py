@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from dataflow.distribution import Distribution, parse_distribution
+from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted, nearest
 from dataflow.graph import Pipeline
 from dataflow.planning.config import AgentPlan, ModelPlan, PlanConfig
@@ -38,7 +39,7 @@ def further_services(
         own, known = service_of(trace, agent, (None, collect), plan, bool(config.balance_batch))
         if known or plan.latency is not None:
             found[collect] = with_servers(trace, agent, own, config, plan, assumed)
-            assumed += [f"agent '{agent}': {known} latencies are those of the run.", *rate_limits(trace, agent, plan)]
+            assumed += [f"agent '{agent}': {known} latencies are those of the run.", *taken(trace, agent, plan)]
     return found
 
 
@@ -56,13 +57,31 @@ def service_of(
     """
     asked = _asked(trace, agent)
     trained = [m for m in asked if not m.args.get("validation")] or asked
-    latencies = tuple(m.end - m.begin for m in trained if m.args.get("collector") in collectors)
+    own = [m for m in trained if m.args.get("collector") in collectors]
+    latencies, steps = tuple(m.end - m.begin for m in own), _by_step(own)
     distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
     if plan.latency is not None:
-        distribution = parse_distribution(plan.latency, f"{agent}.latency")
+        distribution, steps = parse_distribution(plan.latency, f"{agent}.latency"), {}
     concurrency = plan.concurrency or concurrency_of(trace, agent) or 64
     rpm = plan.rpm or rates_of(trace, agent)[0]
-    return Rewards(distribution, concurrency, rpm, plan.agent, scattered), len(latencies)
+    return Rewards(distribution, concurrency, rpm, plan.agent, scattered, steps=steps), len(latencies)
+
+
+def _by_step(marks: Iterable[Mark]) -> dict[int, tuple[float, ...]]:
+    """Returns the seconds of the requests of each step, group by group."""
+    steps: dict[int, list[Mark]] = {}
+    for mark in marks:
+        steps.setdefault(int(mark.args.get("step", 0)), []).append(mark)
+    return {
+        step: tuple(
+            m.end - m.begin for m in sorted(of, key=lambda m: (m.args.get("group", 0), m.args.get("sample", 0)))
+        )
+        for step, of in steps.items()
+    }
+
+
+def _place(mark: Mark) -> tuple[int, int]:
+    return mark.args.get("group", 0), mark.args.get("sample", 0)
 
 
 def validation_latency(trace: Trace, agent: str) -> Distribution | None:
@@ -102,8 +121,8 @@ def with_servers(
     way = "a batch of n" if time.batches else "a request beside n - 1 others"
     assumed.append(
         f"model '{name}': {counted(servers.replicas, 'server')} of {counted(servers.slots, 'request')}, "
-        f"{rewards.concurrency} in flight in all; {way} takes {time.base:.3g} + {time.each:.3g} n seconds, as in the "
-        "run."
+        f"{rewards.concurrency} in flight in all; {way} takes {figure(time.base, 3)} + {figure(time.each, 3)} n "
+        "seconds, as in the run."
     )
     before_n, n = Servers(name, before, slots, time).busiest(known), servers.busiest(rewards.concurrency)
     if time.known and n > 1.5 * before_n:
@@ -116,14 +135,23 @@ def with_servers(
             f"model '{name}': its servers always had the same number of requests in flight, so that their time with "
             "another one is a guess; a run with more requests a step than fit into them says more."
         )
-    return replace(rewards, latency=Distribution("empirical", values=alone), servers=servers)
+    return replace(rewards, latency=Distribution("empirical", values=alone), servers=servers, steps={})
 
 
-def rate_limits(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
-    """Returns what is assumed of the limits a minute that an agent had in the run."""
+def taken(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
+    """Returns what a plan takes over from an agent of the run, and what it leaves out."""
     rpm, tpm = rates_of(trace, agent)
-    assumed = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
-    return assumed + ([f"{agent}.tpm={tpm:g} of the run is not simulated."] if tpm else [])
+    said = []
+    if rpm and plan.rpm is None:
+        said.append(f"{agent}.rpm={rpm:g} is the run's.")
+    if tpm:
+        said.append(f"{agent}.tpm={tpm:g} of the run is not simulated.")
+    if repeated := sum(_repeated(trace, m) for m in trace.marks if m.name == "reward" and m.resource == agent):
+        said.append(
+            f"{counted(repeated, 'answer')} that '{agent}' took from its ledger "
+            f"{'is' if repeated == 1 else 'are'} left out: the run resumed, and asked for rewards again."
+        )
+    return said
 
 
 def check_models(trace: Trace, config: PlanConfig, source: str) -> None:
@@ -163,4 +191,10 @@ def refuse_keys(plan: AgentPlan, pipeline: Pipeline, source: str) -> None:
 
 def _asked(trace: Trace, agent: str) -> list[Mark]:
     """Returns the requests of an agent, those of validations among them."""
-    return [m for m in trace.marks if m.name == "reward" and m.resource == agent]
+    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
+    return [m for m in asked if not _repeated(trace, m)]
+
+
+def _repeated(trace: Trace, mark: Mark) -> bool:
+    """Whether a request may be one that the run made before it was resumed, and whose answer the ledger has."""
+    return bool(trace.meta.get("resumed")) and mark.args.get("how") == "ledger"

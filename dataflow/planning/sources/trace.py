@@ -16,14 +16,14 @@ from dataflow.planning.roles import Roles
 from dataflow.planning.sources.services import (
     check_models,
     further_services,
-    rate_limits,
     refuse_keys,
     service_of,
+    taken,
     validation_latency,
     with_servers,
 )
-from dataflow.planning.workload import Measured, Workload
-from dataflow.policy import PRESETS, SchedulingPolicy, preset
+from dataflow.planning.workload import Logged, Measured, Workload
+from dataflow.policy import SchedulingPolicy, name_of
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Span, Trace
@@ -75,8 +75,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     roles = Roles.of(pipeline)
     if roles.collect is None:
         refuse_keys(config.reward, pipeline, source)
-    logged_s, logged_steps = trace.trained
-    steps = config.steps or logged_steps
+    steps = config.steps or trace.trained[1]
     assumed: list[str] = []
     beside = further_services(trace, pipeline, roles, config, assumed)
     waits = {roles.collect, roles.score, *beside}
@@ -94,7 +93,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     check_models(trace, config, source)
     rewards, known = service_of(trace, agent, (None, roles.collect), config.reward, spread)
     rewards = with_servers(trace, agent, rewards, config, config.reward, assumed)
-    assumed[:0] = [_origin(pipeline, roles, known), *rate_limits(trace, agent, config.reward)]
+    assumed[:0] = [_origin(pipeline, roles, known), *taken(trace, agent, config.reward)]
     prompts, responses = _sizes(job, trace, pipeline, assumed)
     if cut := trace.meta.get("cut"):
         assumed.append(f"the run is {cut}.")
@@ -134,19 +133,29 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         dispatch_s=dispatch,
         ends=ends,
         assumptions=tuple(assumed),
-        logged=(_policy(trace, int(job["mini_batches"])), logged_s, logged_steps),
+        logged=_logged(trace, int(job["mini_batches"])),
         seed=config.seed,
     )
 
 
-def _policy(trace: Trace, mini_batches: int) -> str:
-    """Returns the name of a run's policy; if ``policy=auto`` never changed it, that of the preset."""
-    policies = list(trace.meta.get("policies") or [])
-    if len(policies) != 1:
-        return str(trace.meta.get("policy"))
-    only = SchedulingPolicy(**{key: value for key, value in policies[0].items() if key != "step"})
-    presets = {name: replace(preset(name, mini_batches), order=only.order) for name in PRESETS}
-    return next((name for name, policy in presets.items() if policy == only), "")
+def policy_of(facts: Mapping[str, Any]) -> SchedulingPolicy:
+    """Returns the policy that a trace's meta, or one of its changes, describes."""
+    return SchedulingPolicy(
+        int(facts.get("split", 1)),
+        int(facts.get("max_staleness", 0)),
+        facts.get("order", "arrival"),
+        bool(facts.get("stream_rollout", False)),
+    )
+
+
+def _logged(trace: Trace, mini_batches: int) -> Logged:
+    """Returns the run that a trace records; a policy that no preset has is called by its numbers."""
+    seconds, steps = trace.trained
+    said = list(trace.meta.get("policies") or [trace.meta])  # more than one if policy=auto changed it
+    if len(said) > 1 or "split" not in said[0]:
+        return Logged(str(trace.meta.get("policy")), seconds, steps)
+    only = policy_of(said[0])
+    return Logged(name_of(only, mini_batches), seconds, steps, only)
 
 
 def _origin(pipeline: Pipeline, roles: Roles, known: int) -> str:

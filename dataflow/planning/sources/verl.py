@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dataflow.distribution import Distribution, parse_distribution
+from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted
 from dataflow.planning.config import CheckpointPlan, PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
@@ -18,7 +19,7 @@ from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources.guesses import examples, known_settings
 from dataflow.planning.sources.overlaps import HIDDEN_S, TAKEN, Signs, blocks, mean, signs
 from dataflow.planning.sources.scalars import Scalars, read_scalars
-from dataflow.planning.workload import CRITIC, Measured, Workload, after_rewards, grpo
+from dataflow.planning.workload import CRITIC, Logged, Measured, Workload, after_rewards, grpo
 from dataflow.policy import check_batch, divisors
 
 # The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it.
@@ -35,12 +36,12 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     """
     found = read_scalars(path)
     planned = _workload(found, path, config)
-    if planned.logged is None or not planned.logged[0]:
+    if planned.logged is None or not planned.logged.policy:
         return planned
     # verl's own loop, for as many steps as it logged: what the log itself took, to be compared with what is predicted.
     validation = config.validation.model_copy(update={"every": None, "overlap": False, "pool": "own"})
     reward = config.reward.model_copy(update={"agent": "continuous"})
-    update = {"validation": validation, "reward": reward, "steps": planned.logged[2], "checkpoint": CheckpointPlan()}
+    update = {"validation": validation, "reward": reward, "steps": planned.logged.steps, "checkpoint": CheckpointPlan()}
     loop = _workload(found, path, config.model_copy(update=update))
     if blocks(found):
         loop = replace(loop, pipeline=after_rewards(loop.pipeline))
@@ -123,7 +124,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(assumed),
-        logged=("" if shown.overlap else "baseline", math.fsum(logged.values()), len(logged)) if logged else None,
+        logged=Logged("" if shown.overlap else "baseline", math.fsum(logged.values()), len(logged)) if logged else None,
         caution=caution,
         seed=config.seed,
     )
@@ -164,9 +165,9 @@ def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
     if rewards.latency.mean >= _QUICK * given:
         return ""
     return (
-        f"the log's waits are those of rewards that take {rewards.latency.mean:.3g} s, not the {given:.3g} s of "
-        f"reward.latency={config.reward.latency}: its run may overlap rewards and updates already (mini-batch), or "
-        "have more requests in flight than reward.concurrency."
+        f"the log's waits are those of rewards that take {figure(rewards.latency.mean, 3)} s, not the "
+        f"{figure(given, 3)} s of reward.latency={config.reward.latency}: its run may overlap rewards and updates "
+        "already (mini-batch), or have more requests in flight than reward.concurrency."
     )
 
 

@@ -262,10 +262,18 @@ def test_tensorboard_stays_unloaded_and_its_logger_as_it_was(tmp_path: Path) -> 
         (HEAD + "1,2,inf,,\n", f": {UPDATE} at step 1 is inf; "),
         (HEAD.replace("val/acc", "timing_s/x") + "1,2,3,,-1\n", ": timing_s/x at step 1 is -1; "),
         (HEAD + "1,2,3,,\n2,2,3,,\n1.0,2,3,,\n", ", line 4: step 1 was on line 2 already; leave one, of one run."),
-        (HEAD + "1.5,2,3,,\n", ", line 2: step 1.5 is not a whole number; give steps of 0, 1, 2 and so on."),
-        (HEAD + "-1,2,3,,\n", ", line 2: step -1 is negative; "),
-        (HEAD + "nan,2,3,,\n", ", line 2: step nan is not a whole number; "),
-        (HEAD + "inf,2,3,,\n", ", line 2: step inf is not a whole number; "),
+        (
+            HEAD + "1.5,2,3,,\n",
+            ", line 2, column global_step: step 1.5 is not a whole number; give steps of 0, 1, 2 and so on.",
+        ),
+        (
+            "_step,gen,update_actor,step\n1,2,3,98.7\n",
+            ", line 2, column step: step 98.7 is not a whole number; give steps of 0, 1, 2 and so on; if these are "
+            "seconds, name the column timing_s/step.",
+        ),
+        (HEAD + "-1,2,3,,\n", ", line 2, column global_step: step -1 is negative; "),
+        (HEAD + "nan,2,3,,\n", ", line 2, column global_step: step nan is not a whole number; "),
+        (HEAD + "inf,2,3,,\n", ", line 2, column global_step: step inf is not a whole number; "),
         (HEAD + "one,2,3,,\n", ", line 2, column global_step: 'one' is not a number; give the step's number."),
         (HEAD + ",2,3,,\n", ", line 2, column global_step: '' is not a number; "),
         (HEAD + "1,2,3,,\n2,3\n", ", line 3: 2 cells under 5 columns; give a cell a column."),

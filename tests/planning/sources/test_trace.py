@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,13 @@ from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError, DataError, PipelineError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
+from dataflow.planning.plan import make_plan
 from dataflow.planning.planner import parse_sweep
 from dataflow.planning.rewards import Validation
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
-from dataflow.planning.workload import CHANGED, Measured, Modelled, grpo
+from dataflow.planning.workload import CHANGED, Measured, Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, preset
 from dataflow.stage import SAMPLED
 from dataflow.stages.checkpoint import checkpoint_stages
@@ -40,6 +41,31 @@ def test_a_baselines_trace_foretells_every_policy(policy: str) -> None:
     real = simulate(workload, preset(policy, 4))[0]
     told = simulate(found, preset(policy, 4))[0]
     assert told.end - told.begin == pytest.approx(real.end - real.begin, rel=0.02)
+
+
+class Slower(Workload):
+    """Rewards take six times as long in the second half of the steps."""
+
+    def latencies(self, step: int, agent: str = "reward") -> list[float]:
+        return [s * (6.0 if step > self.steps // 2 else 1.0) for s in super().latencies(step, agent)]
+
+
+@pytest.mark.parametrize("policy", ["mini-batch", "both"])
+def test_a_service_that_was_slow_in_some_steps_is_slow_in_these(policy: str) -> None:
+    plain = job(steps=8)
+    changing = Slower(**{each.name: getattr(plain, each.name) for each in fields(plain)})
+    trace = run(changing)
+    found = of_trace(trace, "a run", PlanConfig())
+    for step in range(1, 9):
+        assert list(found.latencies(step)) == pytest.approx(changing.latencies(step))
+    assert [found.latencies(step) for step in (9, 10)] == [found.latencies(2), found.latencies(3)]
+    real, told = (simulate(load, preset(policy, 4))[0] for load in (changing, found))
+    assert told.end - told.begin == pytest.approx(real.end - real.begin, rel=0.02)
+
+    trace.marks = [m for m in trace.marks if m.args["step"] != 6 or m.args["group"] or m.args.get("validation")]
+    fewer = of_trace(trace, "a run", PlanConfig())  # as if a group had been dropped
+    assert len(fewer.latencies(6)) == len(found.latencies(6))
+    assert set(fewer.latencies(6)) < set(found.latencies(6))
 
 
 def test_what_a_trace_holds_is_read() -> None:
@@ -88,6 +114,23 @@ def test_work_that_a_kill_lost_is_no_wait() -> None:
     assert told == pytest.approx(found, rel=0.02)
 
 
+def test_answers_that_a_resumed_run_took_from_its_ledger_are_no_latencies_of_the_service() -> None:
+    trace = run(job())
+    known = [m for m in trace.marks if m.args.get("step") == 5]
+    paid = [m for m in trace.marks if m.args.get("step") != 5 and not m.args.get("validation")]
+    trace.marks = [replace(m, end=m.begin, args={**m.args, "how": "ledger"}) if m in known else m for m in trace.marks]
+    cached = of_trace(trace, "a run", PlanConfig())  # a run whose cache answers goes on to do so
+    assert min(cached.rewards.latency.values) == 0.0
+    trace.meta |= {"gaps": [[60.0, 61.0, "resumed from step 4"]], "resumed": [4]}
+    found = of_trace(trace, "a run", PlanConfig())
+    assert found.rewards.latency.values == tuple(m.end - m.begin for m in paid)
+    assert any(
+        sentence == "32 answers that 'reward' took from its ledger are left out: the run resumed, and asked for "
+        "rewards again."
+        for sentence in found.assumptions
+    )
+
+
 def test_when_groups_ended_in_the_run_a_streaming_rollout_would_hand_them_on() -> None:
     trace = run(job())
     assert of_trace(trace, "a run", PlanConfig()).ends == ()
@@ -124,7 +167,7 @@ def test_a_run_that_was_interrupted_logged_the_time_of_its_whole_steps(whole: in
     stopped = Trace(begun, trace.marks, meta={**trace.meta, "status": "interrupted"})
     load = of_trace(stopped, "run", PlanConfig())
     assert load.logged is not None
-    _policy, seconds, steps = load.logged
+    seconds, steps = load.logged.seconds, load.logged.steps
     assert (load.steps, steps) == (whole, whole)
     assert seconds == pytest.approx(last - min(s.begin for s in begun))
 
@@ -234,7 +277,11 @@ def test_a_run_without_a_number_of_groups_is_planned_and_says_what_a_split_would
 
 @pytest.mark.parametrize(
     ("policies", "name"),
-    [([preset("baseline", 4)], "baseline"), ([preset("baseline", 4), preset("both", 4)], CHANGED)],
+    [
+        ([preset("baseline", 4)], "baseline"),
+        ([SchedulingPolicy(2, 3)], "split=2 staleness=3"),
+        ([preset("baseline", 4), preset("both", 4)], CHANGED),
+    ],
 )
 def test_a_run_that_planned_itself_is_called_by_the_policy_that_it_kept(
     policies: list[SchedulingPolicy], name: str
@@ -244,6 +291,19 @@ def test_a_run_that_planned_itself_is_called_by_the_policy_that_it_kept(
     found = of_trace(trace, "a run", PlanConfig())
     assert found.logged is not None
     assert found.logged[0] == name
+
+
+def test_a_run_with_numbers_of_its_own_is_replayed_with_these(tmp_path: Path) -> None:
+    own = SchedulingPolicy(split=2, max_staleness=2, order="index")
+    trace = run(job(), own)
+    trace.meta |= {"policy": "both", **asdict(own)}  # policy=both policy.split=2 policy.max_staleness=2
+    perfetto.write(trace, tmp_path / "trace.json")
+    plan = make_plan(str(tmp_path), [])
+    assert plan.replay is not None
+    assert plan.workload.logged is not None
+    assert plan.workload.logged.policy == "split=2 staleness=2"
+    assert plan.replay.total_s == pytest.approx(trace.wall, rel=0.01)
+    assert "(split=2 staleness=2, 8 steps)" in plan.text()
 
 
 @pytest.mark.parametrize("key", ["prompts=4", "stages.rollout=3", "validation.every=2"])

@@ -59,7 +59,7 @@ def total(workload: Workload, policy: str) -> float:
 def test_a_baseline_is_predicted_as_it_was_logged(log: str) -> None:
     workload, _config = read_workload(log, [*NEEDED, "reward.latency=10", "reward.agent=per-step"])
     assert workload.steps == 4
-    assert workload.logged == ("baseline", 262.0, 4)
+    assert workload.logged == ("baseline", 262.0, 4, None)
     assert workload.validation is not None
     assert (workload.validation.every, workload.validation.overlap) == (2, False)
     # Only the half second in which an idle agent looks for the next step is not in the log.
@@ -276,7 +276,7 @@ def test_a_log_that_has_overlapped_is_said_to_be_no_baseline(name: str, tmp_path
     if not overlaps:
         workload, _config = read_workload(path, NEEDED)
         assert not workload.caution
-        assert workload.logged == ("baseline", 60.0 * steps, steps)
+        assert workload.logged == ("baseline", 60.0 * steps, steps, None)
         return
     with pytest.raises(ConfigError) as error:  # its waits cannot be fitted
         read_workload(path, NEEDED[1:])
@@ -285,7 +285,7 @@ def test_a_log_that_has_overlapped_is_said_to_be_no_baseline(name: str, tmp_path
     workload, _config = read_workload(path, [*NEEDED, "reward.latency=7"])
     assert "overlaps steps already" in workload.caution
     assert workload.rewards.latency.mean == 7
-    assert workload.logged == ("", 60.0 * steps, steps)
+    assert workload.logged == ("", 60.0 * steps, steps, None)
     assert workload.loop is None
 
 

@@ -118,7 +118,8 @@ def _step(cell: str, where: str, key: str) -> int:
     at = number(cell, f"{where}, column {key}", "the step's number")
     if not (at >= 0 and at.is_integer()):
         wrong = "negative" if at < 0 else "not a whole number"
-        raise DataError(f"{where}: step {cell} is {wrong}; give steps of 0, 1, 2 and so on.")
+        seconds = f"; if these are seconds, name the column {SECONDS}step" if key == "step" else ""
+        raise DataError(f"{where}, column {key}: step {cell} is {wrong}; give steps of 0, 1, 2 and so on{seconds}.")
     return int(at)
 
 
