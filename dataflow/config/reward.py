@@ -195,7 +195,7 @@ class JudgeConfig(PromptConfig):
     def _latency_is_a_distribution(cls, latency: str) -> str:
         from dataflow.distribution import parse_distribution
 
-        parse_distribution(latency)
+        parse_distribution(latency, "judge.latency")
         return latency
 
 

@@ -21,6 +21,7 @@ from dataflow.system.secrets.redaction import redact
 
 PATIENCE_S = 5.0
 """Seconds in which servers elsewhere shall answer."""
+_REST = Finding("all else", "not checked", "it depends on the check above, which found a problem")
 Load: TypeAlias = Callable[[Sequence[str]], tuple[ModuleType, BaseConfig]]
 
 
@@ -41,6 +42,7 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
     found, wrong = _readable(load, arguments)
     yield from wrong
     if found is None:
+        yield _REST
         return
     module, config, given = found
     if not wrong:
@@ -51,6 +53,7 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
         prepared = began(module, config, given, Progress(quiet=True), partial(Preparation, **_PATIENT))
     except UserError as error:
         yield Finding("resume", "problem", str(error))
+        yield _REST
         return
     if isinstance(prepared, Complete):
         yield Finding("resume", "ok", f"{prepared.words}; there is nothing left to do")

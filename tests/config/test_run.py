@@ -125,7 +125,7 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
         ),
         (
             "judge.latency=unifrm:1:40",
-            "latency 'unifrm:1:40': no distribution is named 'unifrm'; did you mean 'uniform'?",
+            "judge.latency 'unifrm:1:40': no distribution is named 'unifrm'; did you mean 'uniform'?",
         ),
         ("engine.n=1", "engine.n=1: 'grpo' compares one prompt's responses; give 2 or more."),
         (

@@ -217,7 +217,7 @@ def start_judge(
         ConfigError: a bad distribution or scale.
         RunError: it did not start in time.
     """
-    parse_distribution(latency)
+    parse_distribution(latency, "judge.latency")
     _check_scale(time_scale)
     options = ["--time-scale", repr(float(time_scale)), "--seed", str(seed), "--port", "0"]
     arguments = command("dataflow.rewards.judge.server", "--latency", str(latency), *options)
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     import uvloop
 
     try:
-        distribution = parse_distribution(given.latency)
+        distribution = parse_distribution(given.latency, "--latency")
         _check_scale(given.time_scale)
         uvloop.run(serve(application(distribution, given.time_scale, given.seed), given.port, listener=given.listener))
     except ConfigError as error:

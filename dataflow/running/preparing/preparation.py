@@ -200,7 +200,7 @@ class Preparation:
                 f"no other can take the place of a failed one; give {name}.on_failure=drop_group."
             )
         if (stand_in := self.stand_ins.get(name)) is not None:
-            parse_distribution(stand_in.latency)
+            parse_distribution(stand_in.latency, keyed("judge.latency", name))
         self.right.add(name)
         custom, options = source_of(self.config, name).custom, host.options["options"]
         judge = "a stand-in for the judge" if name in self.stand_ins else "the judge"

@@ -27,7 +27,7 @@ def key_of(variable: str | None, setting: str) -> str | None:
     key = os.environ.get(variable, "").strip()  # a key read from a file ends with a line break
     keep_secret(key)
     if not key:
-        raise ConfigError(f"{setting}: the environment variable {variable} is not set.")
+        raise ConfigError(f"{setting}: the environment variable {variable} is not set; export it where the run starts.")
     if not (key.isascii() and key.isprintable()) or " " in key:  # which no header may have
         what = "holds a space, a line break, or a character that is not ASCII"
         raise ConfigError(f"{setting}: the environment variable {variable} {what}; give the key alone.")

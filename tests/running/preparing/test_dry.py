@@ -123,6 +123,7 @@ def test_a_wrong_path_is_one_problem(
         (("policy=both", "policy.max_staleness=9"), 1),
         (("trainer.mini_batches=4", "trainer=3"), 1),
         (("judge.url=nonsense", "judge.timeout=0"), 2),
+        (("judge.latency=uniform:9:1", "trainer.lr=-1"), 2),
         (("engine.n=0", "=5"), 1),  # an argument without a key is said alone
     ],
 )
@@ -184,7 +185,8 @@ def test_a_pipeline_that_cannot_be_loaded_is_one_problem(dry: Dry, tmp_path: Pat
     (tmp_path / "broken.py").write_text("def pipeline(config:\n")
     code, found, problems = dry("steps=3", pipeline=str(tmp_path / "broken.py"))
     assert code == 2
-    assert list(found) == ["configuration"]
+    assert list(found) == ["configuration", "all else"]
+    assert found["all else"] == "not checked: it depends on the check above, which found a problem"
     assert "broken.py' cannot be loaded" in problems[0]
 
 
