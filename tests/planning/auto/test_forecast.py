@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from dataflow.planning.auto.forecast import Forecast, candidates, forecast, stea
 from dataflow.planning.auto.window import Latency, latency_changed, window
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.simulation.simulate import simulate
-from dataflow.planning.workload import Modelled, Workload, grpo
+from dataflow.planning.workload import Measured, Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.stage import Carried, Latest
 from dataflow.timeline.spans import Mark, Span, Trace
@@ -163,6 +164,18 @@ def test_a_forecast_from_a_baseline_is_what_each_policy_then_takes() -> None:
     assert seconds[BASELINE] == pytest.approx(4 + 1 + 4 + 0.5 + 10 - 1, rel=0.01), "log-probs run during the wait"
     for policy in (BASELINE, BOTH, SchedulingPolicy(1, 1)):
         assert seconds[policy] == pytest.approx(steady_s(load, policy), rel=0.01)
+
+
+@pytest.mark.parametrize("steps", range(1, 13))
+def test_each_policy_is_judged_by_the_same_steps_however_much_they_differ(steps: int) -> None:
+    """Without rewards to wait for, every policy takes the GPU's time."""
+    times = {"rollout": (1.0, 9.0, 2.0, 30.0, 1.0, 4.0), "actor_update": (2.0, 1.0, 16.0, 3.0, 5.0)}
+    measured = {name: Measured({at: (of[at % len(of)],) for at in range(1, steps + 1)}) for name, of in times.items()}
+    load = replace(workload(steps=40), times=measured, rewards=Rewards(Distribution("constant"), 64))
+    known = range(2, steps + 1) if steps > 1 else [1]
+    mean = sum(of[at % len(of)] for of in times.values() for at in known) / len(known)
+    for staleness in range(3):
+        assert steady_s(load, SchedulingPolicy(1, staleness), 2) == pytest.approx(mean)
 
 
 def test_candidates_are_those_that_the_pipeline_and_the_limit_allow() -> None:
