@@ -85,6 +85,24 @@ def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
     assert len(json.loads((tmp_path / "out.json").read_text())["hf"]) == 2
 
 
+@pytest.mark.parametrize(("mb", "code"), [(1900, 1), (1500, 0)])
+def test_a_run_of_twice_the_memory_of_trl_ends_its_benchmark_with_1(
+    mb: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with benchmark("memory") as bench:
+        small = "import time; held = bytearray(80 << 20); time.sleep(1.2)"
+        trl = bench.followed([sys.executable, "-c", small])
+        assert 80 <= trl["mb"] < 200
+        trl["mb"] = 900
+        run = {"mb": mb, "processes": 13, "by_process": {"ray::trainer": 400}}
+        monkeypatch.setattr(bench, "followed", lambda command: trl if bench.TRL in command else run)
+        monkeypatch.setattr(bench.subprocess, "run", lambda *_given, **_keys: subprocess.CompletedProcess([], 0))
+        monkeypatch.setattr(sys, "argv", ["memory.py", "-o", str(tmp_path / "out.json")])
+        assert bench.main() == code
+    assert "ray::trainer" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["dataflow"]["mb"] == mb
+
+
 @pytest.mark.parametrize(
     ("name", "argument", "said"),
     [
