@@ -54,11 +54,6 @@ class SchedulingPolicy:
         if self.order not in ("arrival", "index"):
             raise PolicyError(f"order={self.order!r}; use 'arrival' or 'index'.")
 
-    @property
-    def numbers(self) -> str:
-        """Its name where no preset has one: ``split=2 staleness=3+stream``."""
-        return f"split={self.split} staleness={self.max_staleness}" + (STREAM if self.stream_rollout else "")
-
 
 @dataclass(frozen=True)
 class PolicySchedule:
@@ -141,17 +136,6 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
         known = f"policies: {', '.join(PRESETS)}, each also with {STREAM}; a run also takes {AUTO}"
         raise PolicyError(f"unknown policy '{name}'{nearest(name, every)} ({known}).")
     return SchedulingPolicy(split, staleness, stream_rollout=base != name)
-
-
-def name_of(policy: SchedulingPolicy, mini_batches: int) -> str:
-    """Returns the name of a policy: that of the preset with the same numbers, if there is one.
-
-    >>> name_of(SchedulingPolicy(split=4, max_staleness=1, order="index"), 4), name_of(SchedulingPolicy(split=2), 4)
-    ('both', 'split=2 staleness=0')
-    """
-    names = [*PRESETS, *(name + STREAM for name in PRESETS)]
-    same = (name for name in names if replace(preset(name, mini_batches), order=policy.order) == policy)
-    return next(same, policy.numbers)
 
 
 def check_whole(name: str, value: int, least: int = 1) -> None:

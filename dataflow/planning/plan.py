@@ -14,7 +14,7 @@ from dataflow.planning.advice import LEAST, advise
 from dataflow.planning.config import WAKE_S, PlanConfig
 from dataflow.planning.drawing.chart import AS_LOGGED
 from dataflow.planning.placing import sentences
-from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, parse_sweep, predict, sweep
+from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, numbers_of, parse_sweep, predict, sweep
 from dataflow.planning.simulation.outcomes import Outcomes, processes
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import CHANGED, Workload, waits_before_log_probs
@@ -269,7 +269,7 @@ def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> d
     policies = {name: preset(name, workload.mini_batches) for name in names}
     if config.policy is not None:
         own = config.policy.resolve(workload.mini_batches)
-        policies[own.numbers] = own
+        policies[numbers_of(own)] = own
     return policies
 
 

@@ -12,7 +12,7 @@ from dataflow.errors import ConfigError, counted, nearest
 from dataflow.planning.config import MOST_IN_FLIGHT, MOST_SERVERS
 from dataflow.planning.simulation.outcomes import Job, Outcome, Outcomes
 from dataflow.planning.workload import Workload
-from dataflow.policy import PRESETS, SchedulingPolicy, divisors, preset
+from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, divisors, preset
 
 ROWS = (*PRESETS, "both+stream")
 """The default policies of a plan."""
@@ -24,6 +24,18 @@ BOUNDS = {"gpu": "GPU pool", "reward": "reward service", "path": "critical path"
 def bound_of(agent: str) -> str:
     """Returns the name of the bound that an agent's service sets."""
     return BOUNDS["reward"] if agent == "reward" else f"service of {agent}"
+
+
+def numbers_of(policy: SchedulingPolicy) -> str:
+    """Returns a policy's numbers, its name where no preset has one: ``split=2 staleness=3+stream``."""
+    return f"split={policy.split} staleness={policy.max_staleness}" + (STREAM if policy.stream_rollout else "")
+
+
+def name_of(policy: SchedulingPolicy, mini_batches: int) -> str:
+    """Returns the name of a policy: that of the preset with the same numbers, if there is one."""
+    names = [*PRESETS, *(name + STREAM for name in PRESETS)]
+    same = (name for name in names if replace(preset(name, mini_batches), order=policy.order) == policy)
+    return next(same, numbers_of(policy))
 
 
 @dataclass(frozen=True)

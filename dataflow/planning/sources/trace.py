@@ -11,6 +11,7 @@ from typing import Any
 from dataflow.errors import ConfigError, DataError, counted
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
+from dataflow.planning.planner import name_of
 from dataflow.planning.rewards import Validation
 from dataflow.planning.roles import Roles
 from dataflow.planning.sources.services import (
@@ -23,7 +24,7 @@ from dataflow.planning.sources.services import (
     with_servers,
 )
 from dataflow.planning.workload import Logged, Measured, Workload
-from dataflow.policy import SchedulingPolicy, name_of
+from dataflow.policy import SchedulingPolicy
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Span, Trace

@@ -280,6 +280,7 @@ def test_a_run_without_a_number_of_groups_is_planned_and_says_what_a_split_would
     [
         ([preset("baseline", 4)], "baseline"),
         ([SchedulingPolicy(2, 3)], "split=2 staleness=3"),
+        ([SchedulingPolicy(4, 0, "index", stream_rollout=True)], "mini-batch+stream"),
         ([preset("baseline", 4), preset("both", 4)], CHANGED),
     ],
 )
