@@ -71,17 +71,18 @@ def _by_step(marks: Iterable[Mark]) -> dict[int, tuple[float, ...]]:
     """Returns the seconds of the requests of each step, group by group."""
     steps: dict[int, list[Mark]] = {}
     for mark in marks:
-        steps.setdefault(int(mark.args.get("step", 0)), []).append(mark)
-    return {
-        step: tuple(
-            m.end - m.begin for m in sorted(of, key=lambda m: (m.args.get("group", 0), m.args.get("sample", 0)))
-        )
-        for step, of in steps.items()
-    }
+        steps.setdefault(_number(mark, "step"), []).append(mark)
+    return {step: tuple(m.end - m.begin for m in sorted(of, key=_place)) for step, of in steps.items()}
 
 
 def _place(mark: Mark) -> tuple[int, int]:
-    return mark.args.get("group", 0), mark.args.get("sample", 0)
+    return _number(mark, "group"), _number(mark, "sample")
+
+
+def _number(mark: Mark, name: str) -> int:
+    """Returns a number among the facts of a request; 0 for anything else, which a user's own marks may have."""
+    found = mark.args.get(name)
+    return found if isinstance(found, int) else 0
 
 
 def validation_latency(trace: Trace, agent: str) -> Distribution | None:
