@@ -280,7 +280,7 @@ class RunConfig(BaseConfig):
                 f"data.{key}={prompts} x engine.n={self.engine.n} are more than the {LARGEST_STEP} samples that a step "
                 "may have; lower one."
             )
-        check_batch(self.data.prompts, batches)
+        check_batch(self.data.prompts, batches, "trainer.mini_batches")
         self._check_filter()
         self.policy.resolve(batches)
         rows = self.data.prompts // batches * self.engine.n

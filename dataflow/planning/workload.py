@@ -337,8 +337,6 @@ STAGES = (
 )  # fmt: skip
 CRITIC = (values.name, critic_update.name)
 """The stages of a critic, which only some pipelines have."""
-
-
 _BESIDE = ("old_log_prob", "ref_log_prob", "values")
 """Stages that need no rewards."""
 
@@ -361,16 +359,19 @@ def grpo(
     *,
     critic: bool = False,
     bypass: bool = False,
+    stops: bool = False,
 ) -> Pipeline:
     """Returns the stages of a GRPO step, or of one of PPO with a critic.
 
     Args:
         reference: include the log-probs of a reference model.
-        validation: without its ``overlap``, validation and checkpoint stop training, as in verl's loop.
+        validation: without its ``overlap``, it and the checkpoints stop training, as in verl's loop.
         checkpoint_every: steps from one checkpoint to the next; None for no checkpoints.
         critic: include a critic's values and its update.
         bypass: leave out the old log-probs; the update takes the rollout's own (``algorithm.bypass_mode``).
+        stops: checkpoints stop training where there is no validation, too.
     """
+    stops = stops if validation is None else not validation.overlap
     stages: list[Stage] = [rollout, reward_request]
     if not bypass:
         stages.append(old_log_prob)
@@ -385,11 +386,9 @@ def grpo(
     if validation is not None:
         stages += [val_rollout.bind(every=validation.every), val_score.bind(every=validation.every)]
     if checkpoint_every is not None:
-        after = ["val_score"] if validation is not None and not validation.overlap else []
-        stages.append(checkpoint.bind(every=checkpoint_every, after=after))
-    if validation is not None and not validation.overlap:
-        last = ["val_score", *(["checkpoint"] if checkpoint_every is not None else [])]
-        stages.append(end_step.bind(after=["sync_weights", *last]))
+        stages.append(checkpoint.bind(every=checkpoint_every, after=["val_score"] if stops and validation else []))
+    if stops:
+        stages.append(end_step.bind(after=["sync_weights", *(s.name for s in stages if s.every)]))
         # The next rollout and log-probs (without these, the next update) wait for the end of this step.
         first = actor_update.name if bypass else old_log_prob.name
         for at, s in enumerate(stages):

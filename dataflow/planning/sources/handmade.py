@@ -81,7 +81,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     checkpoints = config.checkpoint.every or None
     reference = "ref_log_prob" in config.stages
     bypass = "old_log_prob" not in config.stages
-    pipeline = grpo(reference, validation, checkpoints, critic=critic, bypass=bypass)
+    stops = config.validation.overlap is False
+    pipeline = grpo(reference, validation, checkpoints, critic=critic, bypass=bypass, stops=stops)
     if config.agents and validation is not None and not validation.overlap:
         raise ConfigError("agents: with validation.overlap=false a plan has one reward agent; leave one of them out.")
     pipeline, beside = _with_agents(pipeline, config, path)

@@ -99,7 +99,7 @@ def _refuse_own(place: Path, columns: Columns) -> None:
 
 def _read(place: Path, timings: Sequence[str], said: list[str]) -> Columns:
     if files := sorted(event_files(place), key=begun):
-        return read_events(place, files)
+        return read_events(place, files, said)
     if place.is_dir():
         if next(metric_folders(place), None) is None:
             raise DataError(f"log {place}: the directory holds no event files; {GIVE}.")

@@ -94,7 +94,10 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     check_models(trace, config, source)
     rewards, known = service_of(trace, agent, (None, roles.collect), config.reward, spread)
     rewards = with_servers(trace, agent, rewards, config, config.reward, assumed)
-    assumed[:0] = [_origin(pipeline, roles, known), *taken(trace, agent, config.reward)]
+    assumed[:0] = [
+        _origin(pipeline, roles, known, config.reward.latency is not None),
+        *taken(trace, agent, config.reward),
+    ]
     prompts, responses = _sizes(job, trace, pipeline, assumed)
     if cut := trace.meta.get("cut"):
         assumed.append(f"the run is {cut}.")
@@ -159,7 +162,7 @@ def _logged(trace: Trace, mini_batches: int) -> Logged:
     return Logged(name_of(only, mini_batches), seconds, steps, only)
 
 
-def _origin(pipeline: Pipeline, roles: Roles, known: int) -> str:
+def _origin(pipeline: Pipeline, roles: Roles, known: int, given: bool) -> str:
     """Returns what is measured: the stages' times, and the latencies of reward requests or the time of a stage that
     asks for rewards itself."""
     if roles.collect is None and pipeline.collector is not None:
@@ -167,6 +170,8 @@ def _origin(pipeline: Pipeline, roles: Roles, known: int) -> str:
             f"stage times are those of the run; no stage of the role requests feeds '{pipeline.collector.name}', so it "
             "takes its measured time, the same share for each sample."
         )
+    if given:
+        return "stage times are those of the run, and the latency of rewards is that of reward.latency."
     return f"stage times and {known} reward latencies are those of the run."
 
 

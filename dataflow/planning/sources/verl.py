@@ -17,6 +17,7 @@ from dataflow.planning.config import CheckpointPlan, PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources.guesses import examples, known_settings
+from dataflow.planning.sources.oddities import exception, oddities
 from dataflow.planning.sources.overlaps import HIDDEN_S, TAKEN, Signs, blocks, mean, signs
 from dataflow.planning.sources.scalars import Scalars, read_scalars
 from dataflow.planning.workload import CRITIC, Logged, Measured, Workload, after_rewards, grpo
@@ -52,7 +53,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
     log = _from_one(found)
     shown = signs(log)
-    assumed = list(found.said)
+    assumed = [*found.said, *oddities(log)]
     config = known_settings(path, config, assumed)
     needed, counted = examples(log, config)
     timed = bool(log.series("timing_s/adv")) or mean(log, "timing_s/reward") > HIDDEN_S
@@ -76,6 +77,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     scattered = config.balance_batch is not False
     rewards, request = _rewards(log, config, concurrency, prompts, responses, assumed, fit=not shown.overlap)
     caution = shown.overlap or (f"{shown.doubt} {_SETTLE}" if shown.doubt else _too_quick(config, rewards))
+    caution = " ".join(filter(None, (caution, exception(log))))
     if scattered:
         assumed.append(
             "verl distributes the batch over its ranks by length before scoring (balance_batch=false if not)."
@@ -91,6 +93,8 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     }
     validation = _validation(log, testing, config, rewards, times, assumed)
     checkpoints = saving if config.checkpoint.every is None else config.checkpoint.every
+    if config.checkpoint.every and not log.series("timing_s/save_checkpoint"):
+        raise ConfigError("checkpoint.every: the log holds no timing_s/save_checkpoint; leave it out.")
     if checkpoints:
         times["checkpoint"] = _measured(log, "save_checkpoint")
     known = {name: time for name, time in times.items() if time is not None}
@@ -102,6 +106,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     if config.reward.agent == "per-step":
         assumed.append("off-policy rows leave out the first rollout, as timing_s/step does.")
     logged = log.series("timing_s/step")
+    total = math.fsum(logged.values())
     critic = any(name in known for name in CRITIC)
     if critic:
         assumed.append("the critic's update may run beside the next step's wait for rewards; verl's loop waits for it.")
@@ -109,8 +114,8 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
             "a policy that splits a step whitens the advantages over mini-batches (algorithm.whiten=mini-batch), verl "
             "over the step."
         )
-    bypass = "old_log_prob" not in known
-    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None, critic=critic, bypass=bypass)
+    how = {"critic": critic, "bypass": "old_log_prob" not in known, "stops": config.validation.overlap is False}
+    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None, **how)
     return Workload(
         source=str(path),
         pipeline=pipeline,
@@ -124,7 +129,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(assumed),
-        logged=Logged("" if shown.overlap else "baseline", math.fsum(logged.values()), len(logged)) if logged else None,
+        logged=Logged("" if shown.overlap else "baseline", total, len(logged)) if total else None,
         caution=caution,
         seed=config.seed,
     )

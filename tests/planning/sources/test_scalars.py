@@ -137,7 +137,12 @@ def test_of_a_resumed_run_the_later_value_counts(tmp_path: Path) -> None:
     # By the clock, not by the name of the file.
     event_file(tmp_path, {GEN: {2: 7.0, 3: 8.0}}, began=1000.0, name="events.out.tfevents.1")
     event_file(tmp_path, TIMED, began=100.0, name="events.out.tfevents.2")
-    assert read_scalars(tmp_path).columns == {GEN: {1: 2.0, 2: 7.0, 3: 8.0}, UPDATE: {1: 4.0, 2: 5.0}}
+    found = read_scalars(tmp_path)
+    assert found.columns == {GEN: {1: 2.0, 2: 7.0, 3: 8.0}, UPDATE: {1: 4.0, 2: 5.0}}
+    assert found.said == (
+        "several event files have the steps from 2 to 2: the later values were taken, as of a run that was resumed (if "
+        "they are of another run, leave the files of one).",
+    )
 
 
 def test_of_two_values_at_one_time_that_of_the_later_file_counts(tmp_path: Path) -> None:

@@ -30,13 +30,19 @@ def begun(path: Path) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
-def read_events(place: Path, files: Sequence[Path]) -> Columns:
+def read_events(place: Path, files: Sequence[Path], said: list[str]) -> Columns:
     """Returns the scalars of event files; if a resumed run logged a step twice, the later value counts.
+
+    Args:
+        place: that was given.
+        files: in the order of their creation.
+        said: gets a sentence if two files have the same step.
 
     Raises:
         DataError: a file cannot be read, there is nothing in them, or they are of several runs.
     """
     latest: dict[tuple[str, int], tuple[float, float, Path]] = {}  # (name, step) -> wall time, value, file
+    twice: set[int] = set()
     for file in files:
         for name, step, time, value in _events(file):
             before = latest.get((name, step))
@@ -45,11 +51,18 @@ def read_events(place: Path, files: Sequence[Path]) -> Columns:
                     f"log {place}: {name} of step {step} is in {before[2]} as well as in {file}; "
                     "give the directory of one run."
                 )
+            if before and before[2] != file:
+                twice.add(step)
             if not before or time >= before[0]:
                 latest[name, step] = time, value, file
     if not latest:
         empty = "holds no scalars" if any(file.stat().st_size for file in files) else "is empty"
         raise DataError(f"log {place} {empty}; {GIVE}.")
+    if twice:
+        said.append(
+            f"several event files have the steps from {min(twice)} to {max(twice)}: the later values were taken, as of "
+            "a run that was resumed (if they are of another run, leave the files of one)."
+        )
     columns: Columns = {name: {} for name, _ in latest}
     for (name, step), (_, value, _) in latest.items():
         columns[name][step] = value

@@ -17,6 +17,8 @@ _BARE += ["testing", "save_checkpoint", "step"]
 _STEP = ("global_step", "step", "_step", "Step")
 # W&B's: a chart's export has the column "Step", and with it "RUN - NAME" and its __MIN and __MAX; a history "_step".
 _CHART, _HISTORY = "Step", "_step"
+_RUN = ("run", "run_id", "run_name", "run_uuid", "name")
+"""Columns that tell runs apart, in lower case."""
 _NAME = ("key", "metric", "metric_key")
 _Rows = list[tuple[int, list[str]]]
 """(line, cells)."""
@@ -54,6 +56,7 @@ def read_table(place: Path, timings: Sequence[str]) -> Columns:
             raise DataError(
                 f"{where}: {counted(len(row), 'cell')} under {counted(len(header), 'column')}; give a cell a column."
             )
+    header = _without_runs(place, header, rows)
     if "value" in header and (name := next((name for name in _NAME if name in header), None)):
         return _long(place, header, rows, name, key)
     return _wide(place, header, rows, key, timings)
@@ -87,15 +90,30 @@ def _wide(place: Path, header: list[str], rows: _Rows, key: str, timings: Sequen
 
 def _long(place: Path, header: list[str], rows: _Rows, name: str, key: str) -> Columns:
     """Returns the scalars of a table with a row for each value; of a step's several values the last one counts."""
-    if "run_id" in header and len(runs := {row[header.index("run_id")] for _, row in rows}) > 1:
-        first, second, *_ = sorted(runs)
-        raise DataError(f"log {place}: it has the runs '{first}' and '{second}'; leave the rows of one.")
     columns: Columns = {}
     for line, row in rows:
         cells, where = dict(zip(header, row, strict=True)), f"log {place}, line {line}"
         step = _step(cells[key], where, key)
         columns.setdefault(cells[name], {})[step] = number(cells["value"], f"{where}, column value", "a number")
     return columns
+
+
+def _without_runs(place: Path, header: list[str], rows: _Rows) -> list[str]:
+    """Returns the columns' names, with "" for one that names the run.
+
+    Raises:
+        DataError: it names several.
+    """
+    names = list(header)
+    for at, name in enumerate(header):
+        if name.lower().replace(" ", "_") not in _RUN:
+            continue
+        if len(runs := sorted({row[at] for _line, row in rows})) > 1:
+            raise DataError(
+                f"log {place}: its column {name} has the runs '{runs[0]}' and '{runs[1]}'; leave the rows of one."
+            )
+        names[at] = ""
+    return names
 
 
 def _of_one_run(place: Path, header: list[str]) -> list[str]:

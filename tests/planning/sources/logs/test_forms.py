@@ -183,8 +183,10 @@ def test_a_plan_says_where_the_steps_of_a_log_begin_again(
         (
             "a.csv",
             f"run_id,key,value,step\na,{GEN},1,1\nb,{GEN},1,1\n",
-            ": it has the runs 'a' and 'b'; leave the rows",
+            ": its column run_id has the runs 'a' and 'b'; leave the rows",
         ),
+        ("a.csv", f"Run,key,value,step\na,{GEN},1,1\nb,{GEN},1,1\n", ": its column Run has the runs 'a' and 'b'; "),
+        ("a.csv", f"Run Name,step,{GEN}\na,1,1\nb,1,1\n", ": its column Run Name has the runs 'a' and 'b'; leave"),
         ("a.csv", f"key,value,step\n{GEN},x,1\n", ", line 2, column value: 'x' is not a number; give a number."),
         (
             "a.csv",
