@@ -28,6 +28,7 @@ from dataflow.planning.auto.window import latency_changed, window
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.runner import Runner
 from dataflow.running.record import Record
+from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.system.children import command
 from dataflow.timeline.agents import MAIN
 from dataflow.timeline.spans import Level, Span, Trace
@@ -45,15 +46,26 @@ def words(policy: SchedulingPolicy) -> str:
     return f"split={policy.split} max_staleness={policy.max_staleness}{streams}"
 
 
-def load_schedule(directory: Path) -> PolicySchedule | None:
+def load_schedule(directory: Path, mini_batches: int = 0) -> PolicySchedule | None:
     """Returns the policies that a run has had, from its directory; None if it has not changed any.
 
+    Args:
+        directory: of the run.
+        mini_batches: optimizer steps of a step, whose number each split divides; 0 if that is not to be checked.
+
     Raises:
-        RunError: its file cannot be read.
+        RunError: its file cannot be read, or is not of this run.
     """
     try:
-        changes = json.loads((directory / FILE).read_text(encoding="utf-8"))["policies"]
-        return PolicySchedule(tuple((each.pop("step"), SchedulingPolicy(**each)) for each in changes))
+        found = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        changes = tuple((int(each.pop("step")), SchedulingPolicy(**each)) for each in found["policies"])
+        for change in found.get("switches", ()):
+            Switch.of(change)
+        if not changes:
+            raise ValueError("it has no policy")
+        if wrong := [policy.split for _step, policy in changes if mini_batches % policy.split]:
+            raise ValueError(f"it has a split of {wrong[0]}, and a step {mini_batches} mini-batches")
+        return PolicySchedule(changes)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, DataflowError) as error:
@@ -133,6 +145,8 @@ class AutoPolicy:
                 del self._before[-1]
                 self._controller.switches.append(last)
         self._suggested: int | None = None
+        self._failed: RunError | None = None
+        """A record that could not be written after a plan; raised with the next step that ends."""
         self._reason = ""
         """Why the run could not be planned the last time, which is said once."""
         self._last = 0
@@ -143,8 +157,28 @@ class AutoPolicy:
     def begin(self, runner: Runner) -> None:
         """Takes what runs the steps."""
         self._runner = runner
-        if switches := self._listed():
+        if (switches := self._listed()) or len(self._schedule.changes) > 1:
             self._record.describe(switches=switches)
+            self._write()  # a resume may have changed the limits
+        if switches and switches[-1]["step"] > self._shown():
+            self._show(Switch.of(switches[-1]))
+
+    def _shown(self) -> int:
+        """Returns the last change that metrics.jsonl has; that of a change after the checkpoint was cut off."""
+        rows = read_metrics(self._record.directory / METRICS)
+        return max((int(row.get("policy/switch_step") or 0) for row in rows), default=0)
+
+    def _show(self, change: Switch) -> None:
+        """Records a change in the trace, and in the metrics of the next step that ends."""
+        assert self._runner is not None
+        now = self._runner.trace_now()
+        self._record.trace.add(
+            Level("policy split", now, change.after.split),
+            Level("policy max_staleness", now, change.after.max_staleness),
+            Level("policy stream_rollout", now, change.after.stream_rollout),
+        )
+        self._new |= {"policy/switch_step": float(change.step), "policy/predicted_s": change.after_s}
+        self._new["policy/predicted_before_s"] = change.before_s
 
     def metrics(self, step: int) -> dict[str, float]:
         """Returns the metrics of a step: its policy, and what has become known of changes since the last step."""
@@ -156,8 +190,14 @@ class AutoPolicy:
         return found
 
     def ended(self, step: int) -> None:
-        """Takes the end of a step; begins a plan if one is due."""
+        """Takes the end of a step; begins a plan if one is due.
+
+        Raises:
+            RunError: a change of policy could not be recorded.
+        """
         assert self._runner is not None
+        if self._failed is not None:
+            raise self._failed
         due = self._controller.ended(step, self._runner.executor.now())
         if (last := self._controller.outcome(step)) is not None:
             self._report(last)
@@ -199,20 +239,37 @@ class AutoPolicy:
             if found is None:
                 return
             answer = await forecast((found, policies, self._controller.current, limit_in_force(self._record.trace)))
-            if answer.reason and answer.reason != self._reason:
-                logger.warning(f"policy: the run is not planned, its policy stays: {answer.reason}")
-            self._reason = answer.reason
-            predicted = {policy: s for policy, s in zip(policies, answer.seconds, strict=True) if s is not None}
-            # Steps with other latencies than the prediction's do not say how right it is.
-            since = step + 1 - (0 if rewards_of else found.meta["steps"])
-            confirmed = self._controller.confirms(step, predicted, since)
-            policy = self._controller.decide(step, predicted, since)
-            if policy is not None:
-                self._switch(policy, self._controller.known)
-            if answer.in_flight is not None and confirmed:
-                self._suggest(*answer.in_flight, min(predicted.values()))
         except (DataflowError, OSError, ValueError, TimeoutError) as error:
             logger.warning(f"policy: the run cannot be planned after step {step}, its policy stays: {error}")
+            return
+        # Steps with other latencies than the prediction's do not say how right it is.
+        since = step + 1 - (0 if rewards_of else found.meta["steps"])
+        try:
+            self._take(answer, step, since)
+        except RunError as error:
+            self._failed = error
+        except (DataflowError, ValueError) as error:
+            logger.warning(f"policy: the run cannot change its policy after step {step}: {error}")
+
+    def _take(self, answer: Forecast, step: int, since: int) -> None:
+        """Changes the policy if a plan says so.
+
+        Args:
+            answer: the plan.
+            step: the last one that had ended when it was asked for.
+            since: the first step that it is made from.
+        """
+        if answer.reason and answer.reason != self._reason:
+            logger.warning(f"policy: the run is not planned, its policy stays: {answer.reason}")
+        self._reason = answer.reason
+        policies = self._controller.policies
+        predicted = {policy: s for policy, s in zip(policies, answer.seconds, strict=True) if s is not None}
+        confirmed = self._controller.confirms(step, predicted, since)
+        policy = self._controller.decide(step, predicted, since)
+        if policy is not None:
+            self._switch(policy, self._controller.known)
+        if answer.in_flight is not None and confirmed:
+            self._suggest(*answer.in_flight, min(predicted.values()))
 
     def _switch(self, policy: SchedulingPolicy, predicted: Mapping[SchedulingPolicy, float]) -> None:
         assert self._runner is not None
@@ -221,20 +278,13 @@ class AutoPolicy:
             return
         change = self._controller.switched(first, policy, predicted)
         self._schedule = self._schedule.switched(first, policy)
-        self._write()
-        now = self._runner.trace_now()
-        self._record.describe(**facts_of(self._schedule), switches=self._listed())
-        self._record.trace.add(
-            Level("policy split", now, policy.split),
-            Level("policy max_staleness", now, policy.max_staleness),
-            Level("policy stream_rollout", now, policy.stream_rollout),
-        )
-        self._new |= {"policy/switch_step": float(first), "policy/predicted_s": change.after_s}
-        self._new["policy/predicted_before_s"] = change.before_s
         logger.info(
             f"policy: {words(policy)} from step {first} on; predicted {figure(change.after_s)} s a step, "
             f"{figure(change.before_s)} s with {words(change.before)}"
         )
+        self._write()
+        self._record.describe(**facts_of(self._schedule), switches=self._listed())
+        self._show(change)
 
     def _suggest(self, number: int, seconds: float, present: float) -> None:
         """Says once that more requests in flight would make the steps shorter."""

@@ -170,8 +170,8 @@ class Session:
 
     def _newest(self) -> Checkpoint | None:
         point = CheckpointStore(self.directory / "checkpoints").newest()
-        if point is not None and self.config.policy.auto:
-            first = min(point.step + 1, self.config.steps)
+        if self.config.policy.auto:
+            first = min(point.step + 1, self.config.steps) if point else 1
             self._prepared.schedule = within(self._prepared.schedule_of(self.directory), self.config.policy, first)
             self.expand(first=first)
         early = frozenset(s.name for s in self.graph.pipeline.stages if any(r.lag == "carried" for r in s.reads))

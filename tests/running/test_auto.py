@@ -20,7 +20,7 @@ from dataflow.planning.auto.window import window
 from dataflow.planning.backtest import backtest
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.running import auto
-from dataflow.running.auto import limit_in_force, load_schedule, within
+from dataflow.running.auto import limit_in_force, listed, load_schedule, within
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Trace
 
@@ -142,7 +142,59 @@ def test_a_resumed_run_goes_on_with_the_same_policies_and_ends_with_the_same_wei
         assert main(["resume", str(again), "--quiet"]) == 0
         assert len(json.loads((again / "summary.json").read_text())["switches"]) == 2
         assert of_policies(again) == of_policies(changed)
+        last = json.loads((again / "summary.json").read_text())["switches"][-1]
+        shown = [row for row in rows(again) if row.get("policy/switch_step") == last["step"]]
+        assert [row["policy/predicted_s"] for row in shown] == [last["after_s"]], "the change is recorded, and once"
+        levels = [level.value for level in perfetto.load(str(again)).levels if level.name == "policy split"]
+        assert levels[-1] == last["after"]["split"]
         assert json.loads((again / "summary.json").read_text())["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_again_keeps_its_policies_within_the_limits(
+    changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = load_schedule(changed)
+    assert schedule is not None
+    for number, limit in enumerate((1, 0)):
+        again = tmp_path / str(number) / "auto"
+        shutil.copytree(changed, again)
+        shutil.rmtree(again / "checkpoints")  # it was killed before its first checkpoint
+        (again / "summary.json").unlink()
+        monkeypatch.setattr(auto, "forecast", scripted(policy(1, 0)))
+        begin(again.parent, f"policy.max_staleness={limit}", "resume=auto", "resume.allow=[policy]")
+        expected = [(schedule.at(s).split, min(limit, schedule.at(s).max_staleness)) for s in range(1, STEPS + 1)]
+        assert of_policies(again) == expected
+        written = load_schedule(again)
+        assert written is not None
+        assert [written.at(s).max_staleness for s in range(1, STEPS + 1)] == [stale for _split, stale in expected]
+        assert perfetto.load(str(again)).meta["policies"] == listed(written)
+
+
+@pytest.mark.slow
+def test_a_change_that_cannot_be_recorded_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_self: object) -> None:
+        raise RunError("policies of the run cannot be written: No space left on device; make room there.")
+
+    monkeypatch.setattr(auto, "forecast", scripted(policy(4, 1)))
+    monkeypatch.setattr(auto.AutoPolicy, "_write", full)
+    confirmed(monkeypatch)
+    run = begin(tmp_path, code=1)
+    assert "RunError: policies of the run cannot be written: No space left" in capsys.readouterr().err
+    assert not any("policy/switch_step" in row for row in rows(run))
+
+
+@pytest.mark.slow
+def test_the_order_of_a_run_cannot_change_with_a_resume(
+    changed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = tmp_path / "auto"
+    shutil.copytree(changed, again)
+    (again / "summary.json").unlink()
+    assert main(["resume", str(again), "policy.order=arrival", "resume.allow=[policy]", "--quiet"]) == 2
+    assert "policy.order=arrival: the run was begun with policy.order=index, which holds" in capsys.readouterr().err
 
 
 def test_a_resume_keeps_the_limits_that_it_is_given() -> None:
@@ -248,6 +300,10 @@ def test_the_backtest_of_such_a_run_follows_its_policies(changed: Path) -> None:
         (("policy.replan=0",), "policy.replan=0"),
         (("policy.gain=0",), "policy.gain=0"),
         (("policy.max_staleness=5",), "policy.max_staleness=5; give 0 (on-policy) to 4."),
+        (
+            ("policy.stream_rollout=true",),
+            "policy.stream_rollout=true: no stage of this pipeline streams; leave it out.",
+        ),
     ],
 )
 def test_what_auto_cannot_be_beside_is_one_sentence(
@@ -266,10 +322,22 @@ def test_keys_of_auto_have_no_effect_beside_another_policy(tmp_path: Path, capsy
     assert "policy.replan=7 has no effect under policy=both" in capsys.readouterr().err
 
 
-def test_a_broken_file_of_policies_is_named(tmp_path: Path) -> None:
-    (tmp_path / "policy.json").write_text("{}")
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        [],
+        {"policies": []},
+        {"policies": [{"step": 1, "split": 3}]},
+        {"policies": [{"step": "x"}]},
+        {"policies": [{"step": 1}], "switches": [{"step": 5}]},
+        {"policies": [{"step": 1}], "switches": 5},
+    ],
+)
+def test_a_broken_file_of_policies_is_named(content: object, tmp_path: Path) -> None:
+    (tmp_path / "policy.json").write_text(json.dumps(content))
     with pytest.raises(RunError, match=r"policy\.json cannot be read"):
-        load_schedule(tmp_path)
+        load_schedule(tmp_path, 4)
 
 
 @pytest.mark.slow

@@ -99,8 +99,15 @@ class Preparation:
 
     def schedule_of(self, directory: Path | None) -> PolicySchedule:
         """Returns the policies of the steps: those that a run has had so far, if it changes them, and the last one."""
-        known = load_schedule(directory) if directory is not None and self.config.policy.auto else None
-        return known or PolicySchedule(((1, self.policy),))
+        if directory is None or not self.config.policy.auto:
+            return PolicySchedule(((1, self.policy),))
+        known = load_schedule(directory, self.config.optimizer_steps) or PolicySchedule(((1, self.policy),))
+        if (order := known.changes[0][1].order) != self.policy.order:
+            raise ConfigError(
+                f"policy.order={self.policy.order}: the run was begun with policy.order={order}, which holds for all "
+                "its steps; leave it out."
+            )
+        return known
 
     def expand(self, first: int = 1) -> TaskGraph:
         """Returns the run's task graph from a step on (and keeps it)."""
@@ -163,6 +170,8 @@ class Preparation:
 
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
+        if self.config.policy.auto and policy.stream_rollout and not pipeline.streaming:
+            raise ConfigError("policy.stream_rollout=true: no stage of this pipeline streams; leave it out.")
         check_nodes(self.config, pipeline.hosts())
         stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(self.config.steps, 'step')}"
         stages += f" under {self.config.policy.preset}"
