@@ -165,14 +165,53 @@ def test_a_run_that_is_cancelled_leaves_no_queued_task_behind(tmp_path, concurre
     probs_, update_, gather_ = pipeline(log, "frozen", concurrent)[1:]
 
     async def cancel(executor: Counting, running: asyncio.Future[Any]) -> None:
-        deadline = time.monotonic() + 30
-        while "gather[1]" not in executor.sent and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await until_sent(executor, "gather[1]")
         running.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         run([draw, probs_, replace(update_, fn=slow), gather_], during=cancel)
     assert "gather 1 2.0 ['x']" not in log.read_text()
+
+
+async def until_sent(executor: Counting, task: str) -> None:
+    deadline = time.monotonic() + 30
+    while task not in executor.sent and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+
+
+def test_the_next_run_on_an_executor_takes_no_answer_of_a_cancelled_one(tmp_path):
+    """The queued task neither runs, nor does its answer pass for that of the next run's."""
+    log = tmp_path / "log"
+    stages = pipeline(log, "frozen", True)
+    slowly = [*stages[:2], replace(stages[2], fn=soon), stages[3]]
+    graph = expand(Pipeline(slowly, inputs=["prompts"]), SchedulingPolicy(), 1)
+    only = graph.pipeline.subset(["gather"])
+    drawn = Batch([0, 1], {"probs": torch.full((2,), 999.0), "words": [["z"], ["z"]]})
+    inputs = {"actor": lambda step: {"updates": 7}, "probs": lambda step: drawn}
+
+    async def main() -> None:
+        executor = Counting()
+        try:
+            await executor.open(graph.pipeline)
+            runner = Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace())
+            first = asyncio.ensure_future(runner.run())
+            await until_sent(executor, "gather[1]")
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            second = Runner(expand(only, SchedulingPolicy(), 1), executor, inputs=inputs, trace=Trace())
+            await asyncio.wait_for(second.run(), 30)
+        finally:
+            await executor.close()
+
+    asyncio.run(main())
+    assert log.read_text().splitlines() == ["probs 1.0", "updating", "gather 7 999.0 ['z']"]
+
+
+def soon(probs: Batch, actor: Any, *, book: Book, make: str, task: Any) -> Any:
+    """Ends long before its process would be killed."""
+    book.note("updating")
+    time.sleep(0.7)
+    return Version(task.step)
 
 
 def slow(probs: Batch, actor: Any, *, book: Book, make: str, task: Any) -> Any:

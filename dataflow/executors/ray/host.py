@@ -45,6 +45,7 @@ class Host(SeesPaths):
 
     def __init__(self) -> None:
         self._ended: dict[str, tuple[TaskId, dict[str, Any]]] = {}  # the last task of each resource, what it wrote
+        self._forgotten: TaskId | None = None
 
     def place(self) -> Place:
         """Returns where this process is, with a free port there, where the ranks can meet."""
@@ -117,6 +118,11 @@ class Host(SeesPaths):
         answered = answer(stage, call, info, arguments, result, begin, clock.now())
         return self._packed(stage, info, answered, keep, held)
 
+    def forget(self, i: TaskId) -> None:
+        """Keeps nothing of a task that was abandoned, so that the call queued behind it does not run."""
+        self._forgotten = i
+        self._ended = {on: (last, kept) for on, (last, kept) in self._ended.items() if last != i}
+
     @answering
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the service."""
@@ -164,10 +170,10 @@ class Host(SeesPaths):
         report, values = answered
         report.logged = KEPT.take()
         forms = [fixed_form(value) for value in values] if self._lasting else [None]
-        report.kept = None not in forms
+        task = TaskId(info.step, info.stage, info.part, info.parts)
+        report.kept = None not in forms and task != self._forgotten
         if report.kept:
             values = tuple(form[0] for form in forms if form is not None)
-            task = TaskId(info.step, info.stage, info.part, info.parts)
             self._ended[stage.on] = task, dict(zip(stage.writes, values, strict=True))
         else:
             self._ended.pop(stage.on, None)
@@ -212,7 +218,9 @@ class WaitingHost(Host):
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
 
         def emit(number: int, emitted: tuple[Any, ...]) -> None:
-            chunks.put_nowait(make_chunk(stage, call.info, number, emitted, clock.now()))
+            chunk = make_chunk(stage, call.info, number, emitted, clock.now())
+            # Pickled now: the stage may change its groups before they leave this loop.
+            chunks.put_nowait(replace(chunk, values=tuple(Sent.of(value).kept() for value in chunk.values)))
 
         stage, arguments, keywords, info = self._prepare(call, values, emit)
         running = asyncio.ensure_future(Contained(_within(stage, info, arguments, keywords)))
@@ -234,6 +242,9 @@ class WaitingHost(Host):
         finally:
             running.cancel()
         raise instead
+
+    async def forget(self, i: TaskId) -> None:  # type: ignore[override]
+        super().forget(i)
 
     @answering
     async def ask(self, method: str, *arguments: Any) -> Any:

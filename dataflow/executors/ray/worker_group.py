@@ -176,6 +176,8 @@ class WorkerGroup:
             running.attempt.cancel()
         for first, *_rest in running.refs:
             ray.cancel(first, force=False)
+        if self._drop_queued(i):
+            self.actors.first.forget.remote(i)  # Ray takes back no call that its process has already
         if not self._running and self._restarting is not None:
             self._restarting.cancel()
 
@@ -190,14 +192,15 @@ class WorkerGroup:
         if self._restarting is not None:
             self._restarting.cancel()
 
-    def _drop_queued(self, after: TaskId | None = None) -> None:
-        """Cancels the queued call behind a task, or all; one that its process has already may run all the same."""
+    def _drop_queued(self, after: TaskId | None = None) -> bool:
+        """Cancels the queued call behind a task, or all; returns whether there was one."""
         import ray
 
-        for queued, (before, (first, *_rest)) in [*self._queued.items()]:
-            if after in (None, before):
-                del self._queued[queued]
-                ray.cancel(first, force=False)
+        dropped = [queued for queued, (before, _refs) in self._queued.items() if after in (None, before)]
+        for queued in dropped:
+            _before, (first, *_rest) = self._queued.pop(queued)
+            ray.cancel(first, force=False)
+        return bool(dropped)
 
     def _send(self, running: Running) -> None:
         task, running.refs, running.generation = running.task, [], self._generation
