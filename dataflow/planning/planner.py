@@ -31,9 +31,9 @@ def numbers_of(policy: SchedulingPolicy) -> str:
     return f"split={policy.split} staleness={policy.max_staleness}" + (STREAM if policy.stream_rollout else "")
 
 
-def name_of(policy: SchedulingPolicy, mini_batches: int) -> str:
-    """Returns the name of a policy: that of the preset with the same numbers, if there is one."""
-    names = [*PRESETS, *(name + STREAM for name in PRESETS)]
+def name_of(policy: SchedulingPolicy, mini_batches: int, first: str = "") -> str:
+    """Returns the name of a policy: that of a preset with the same numbers, ``first`` if it is one of several."""
+    names = [*filter(None, [first]), *PRESETS, *(name + STREAM for name in PRESETS)]
     same = (name for name in names if replace(preset(name, mini_batches), order=policy.order) == policy)
     return next(same, numbers_of(policy))
 

@@ -25,6 +25,7 @@ from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, Use
 from dataflow.executors.ray.copies import server_of
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
+from dataflow.planning.planner import name_of
 from dataflow.running.attempt import Attempt
 from dataflow.running.auto import AutoPolicy, facts_of, within
 from dataflow.running.directory import locked, make_directory, remove_blank, remove_directory, remove_temporary
@@ -303,8 +304,9 @@ class Session:
                 await attempt.close(sys.exception())
 
     def _meta(self) -> dict[str, Any]:
+        given = self.config.policy.preset
         return {
-            "policy": self.config.policy.preset,
+            "policy": given if self.config.policy.auto else name_of(self.policy, self.config.optimizer_steps, given),
             "split": self.policy.split,
             "max_staleness": self.policy.max_staleness,
             "order": self.policy.order,

@@ -173,6 +173,7 @@ def test_samples_say_what_the_model_said(
 def test_any_policy_of_two_integers(keys: tuple[str, ...]) -> None:
     summary = run(keys, "policy.split=2", "policy.max_staleness=2", "val.every=0", "executor=inline")
     assert (summary["split"], summary["max_staleness"], summary["status"]) == (2, 2, "finished")
+    assert summary["policy"] == "split=2 staleness=2"
 
 
 def test_real_gsm8k_in_verls_schema(keys: tuple[str, ...], tmp_path: Path) -> None:
