@@ -10,6 +10,7 @@ function makes in place.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -60,7 +61,7 @@ class InlineExecutor:
         return own_copy(value)
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        if asyncio.iscoroutinefunction(task.stage.fn):
+        if asyncio.iscoroutinefunction(inspect.unwrap(task.stage.fn)):  # a decorator may be a plain function
             self._waiters[task.id] = asyncio.create_task(OneProcess(self._wait(task, call, values)))
         else:
             self._queue.append((task, call, values))
@@ -112,7 +113,8 @@ class InlineExecutor:
         try:
             arguments, keywords, info = self._prepare(task, call, values)
             with around(task.stage, info):
-                result = own_copy(await task.stage.fn(*arguments, **keywords))
+                result = task.stage.fn(*arguments, **keywords)
+                result = own_copy(await result if asyncio.iscoroutine(result) else result)
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except BaseException as error:
             if is_ours(error):

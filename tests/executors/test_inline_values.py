@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import pytest
@@ -66,3 +67,41 @@ def test_stages_that_change_what_they_read() -> None:
     asyncio.run(asyncio.wait_for(Runner(graph, InlineExecutor(), inputs=inputs, trace=Trace()).run(), 30))
     assert seen == [([1, 1], [0.0, 0.0], 1)] * 12
     assert [len(chat) for chat in prompts["chat"]] == [1, 1]
+
+
+def decorated(function: Any) -> Any:
+    """A decorator that is no coroutine function itself, as those of tracing libraries."""
+
+    @functools.wraps(function)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    return wrapper
+
+
+@stage(writes="told", on="controller")
+@decorated
+async def told(prompts: int) -> int:
+    await asyncio.sleep(0)
+    return prompts + 1
+
+
+@stage(writes="twice", on="controller")
+@decorated
+def twice(told: int, *, seen: list[int]) -> int:
+    seen.append(told)
+    return 2 * told
+
+
+def test_a_decorated_async_stage_is_awaited() -> None:
+    seen: list[int] = []
+    graph = expand(Pipeline([told, twice.bind(seen=seen)], inputs=["prompts"]), preset("baseline", 1), 2)
+
+    async def main() -> None:
+        executor = InlineExecutor()
+        await executor.open(graph.pipeline)
+        await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
+        await executor.close()
+
+    asyncio.run(main())
+    assert seen == [2, 3]
