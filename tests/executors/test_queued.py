@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 
 from dataflow.batch import Batch
 from dataflow.errors import StageFailed
+from dataflow.executors.base import Kept, StageCall
 from dataflow.executors.ray import RayExecutor
-from dataflow.graph import Carried, Hosted, Latest, Pipeline, Stage, stage
+from dataflow.executors.ray.host import Host
+from dataflow.graph import Carried, Hosted, Latest, Pipeline, Stage, TaskId, TaskInfo, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
@@ -173,6 +176,18 @@ def test_a_run_that_is_cancelled_leaves_no_queued_task_behind(tmp_path, concurre
     assert "gather 1 2.0 ['x']" not in log.read_text()
 
 
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_a_value_that_cannot_be_pickled_fails_the_task_that_wrote_it(tmp_path, concurrent):
+    """Ray would fail the task that reads it, whose author cannot know why."""
+    probs_, update_, gather_ = pipeline(tmp_path / "log", "frozen", concurrent)[1:]
+    with pytest.raises(StageFailed, match=r"^update.*returned a tuple as field 'actor' that cannot be"):
+        run([draw, probs_, replace(update_, fn=locked), gather_])
+
+
+def locked(probs: Batch, actor: Any, *, book: Book, make: str, task: Any) -> Any:
+    return threading.Lock(), 1
+
+
 async def until_sent(executor: Counting, task: str) -> None:
     deadline = time.monotonic() + 30
     while task not in executor.sent and time.monotonic() < deadline:
@@ -180,7 +195,7 @@ async def until_sent(executor: Counting, task: str) -> None:
 
 
 def test_the_next_run_on_an_executor_takes_no_answer_of_a_cancelled_one(tmp_path):
-    """The queued task neither runs, nor does its answer pass for that of the next run's."""
+    """The answer of the queued task, which Ray may not take back, does not pass for that of the next run's."""
     log = tmp_path / "log"
     stages = pipeline(log, "frozen", True)
     slowly = [*stages[:2], replace(stages[2], fn=soon), stages[3]]
@@ -204,7 +219,19 @@ def test_the_next_run_on_an_executor_takes_no_answer_of_a_cancelled_one(tmp_path
             await executor.close()
 
     asyncio.run(main())
-    assert log.read_text().splitlines() == ["probs 1.0", "updating", "gather 7 999.0 ['z']"]
+    first, second, *_taken_back, last = log.read_text().splitlines()
+    assert (first, second, last) == ("probs 1.0", "updating", "gather 7 999.0 ['z']")
+
+
+def test_a_process_that_forgot_a_task_runs_none_that_is_queued_behind_it():
+    one, other = TaskId(1, "update"), TaskId(2, "update")
+    call = StageCall("gather", TaskInfo(2, "gather"), (), None, after=one)
+    for forgotten, runs in ((one, False), (other, True)):
+        host = Host()
+        host.stages = {"gather": gather}
+        host._ended = {"gpu": (one, {"actor": 1})}
+        host.forget(forgotten)
+        assert (host._completed(call, [Kept("actor")]) == [1]) is runs
 
 
 def soon(probs: Batch, actor: Any, *, book: Book, make: str, task: Any) -> Any:

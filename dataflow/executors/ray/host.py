@@ -17,6 +17,7 @@ from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
 from dataflow.cluster.paths import SeesPaths, Where
 from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory
+from dataflow.errors import DataflowError
 from dataflow.executors.base import Chunk, Kept, Report, StageCall
 from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
 from dataflow.executors.ray import tensors
@@ -26,8 +27,10 @@ from dataflow.system import clock
 from dataflow.system.address import family_of
 from dataflow.system.children import restore_path
 from dataflow.system.secrets.redaction import redact_logs
+from dataflow.usercode.copies import is_immutable
 from dataflow.usercode.failures import Contained
 from dataflow.usercode.forks import in_one_process
+from dataflow.usercode.pickling import why_not_pickled
 
 NOT_RUN = b""
 """The answer to a queued call that did not run; it is sent again, with its values."""
@@ -168,6 +171,8 @@ class Host(SeesPaths):
     ) -> tuple[Any, ...] | bytes:
         """Returns what :meth:`run` does; what was written is kept for a queued call, if it is small."""
         report, values = answered
+        if keep:
+            _check_pickled(stage, values)
         report.logged = KEPT.take()
         forms = [fixed_form(value) for value in values] if self._lasting else [None]
         task = TaskId(info.step, info.stage, info.part, info.parts)
@@ -263,6 +268,22 @@ class WaitingHost(Host):
 async def _within(stage: Stage, info: TaskInfo, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     with around(stage, info):
         return await stage.fn(*arguments, **keywords)
+
+
+def _check_pickled(stage: Stage, values: Sequence[Any]) -> None:
+    """Checks that other processes can read what a stage returned; Ray would fail the task that reads it.
+
+    Raises:
+        DataflowError: a value cannot be pickled.
+    """
+    for field, value in zip(stage.writes, values, strict=True):
+        if isinstance(value, Batch) or is_immutable(value):
+            continue
+        if why := why_not_pickled(value, (Batch,)):
+            raise DataflowError(
+                f"stage '{stage.name}' returned a {type(value).__name__} as field '{field}' that cannot be pickled for "
+                f"other processes ({why[:200]}); return plain values, arrays or a Batch."
+            )
 
 
 def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None:

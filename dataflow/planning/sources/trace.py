@@ -86,6 +86,11 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         if s.stage not in waits and (s.stage, s.step) not in skipped and s.stage in pipeline.by_name:
             spans.setdefault(s.stage, {}).setdefault(s.step, []).append(s)
     times = {name: Measured(whole) for name, of in spans.items() if (whole := _whole(of))}
+    if repeated := sorted({s.step for s in trace.spans if s.args.get("restarted") and s.stage in times}):
+        assumed.append(
+            f"tasks that ran again after their process had died (step {', '.join(map(str, repeated))}) are left out; "
+            "others stand in."
+        )
     if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
         raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
     collector = pipeline.collector
@@ -240,10 +245,14 @@ def _left_out(trace: Trace, pipeline: Pipeline) -> set[tuple[str, int]]:
 
 
 def _whole(steps: dict[int, list[Span]]) -> dict[int, tuple[float, ...]]:
-    """Returns the seconds of each part, for complete steps only; an interrupted run has incomplete ones."""
-    return {
-        step: tuple(s.end - s.begin for s in parts) for step, parts in steps.items() if len(parts) == parts[0].parts
-    }
+    """Returns the seconds of each part, for complete steps only; an interrupted run has incomplete ones.
+
+    The time of a task that ran again has that in it which its process took to be rebuilt; so its step is left out if
+    there are others.
+    """
+    whole = {step: parts for step, parts in steps.items() if len(parts) == parts[0].parts}
+    usual = {step: parts for step, parts in whole.items() if not any(s.args.get("restarted") for s in parts)}
+    return {step: tuple(s.end - s.begin for s in parts) for step, parts in (usual or whole).items()}
 
 
 def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:

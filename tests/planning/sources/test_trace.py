@@ -114,6 +114,19 @@ def test_work_that_a_kill_lost_is_no_wait() -> None:
     assert told == pytest.approx(found, rel=0.02)
 
 
+def test_the_time_in_which_a_process_was_rebuilt_is_no_work() -> None:
+    trace = run(job())
+    again = next(s for s in trace.spans if (s.stage, s.step) == ("sync_weights", 3))
+    trace.spans[trace.spans.index(again)] = replace(again, end=again.end + 60.0, args={**again.args, "restarted": 1})
+    found = of_trace(trace, "a run", PlanConfig())
+    assert found.times["sync_weights"].mean == pytest.approx(0.25)
+    assert any("(step 3) are left out" in sentence for sentence in found.assumptions)
+    trace.spans = [s for s in trace.spans if s.stage != "sync_weights" or s.step == 3]
+    assert of_trace(trace, "a run", PlanConfig()).times["sync_weights"].mean == pytest.approx(60.25), (
+        "no other is known"
+    )
+
+
 def test_answers_that_a_resumed_run_took_from_its_ledger_are_no_latencies_of_the_service() -> None:
     trace = run(job())
     known = [m for m in trace.marks if m.args.get("step") == 5]
