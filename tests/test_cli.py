@@ -40,7 +40,7 @@ def test_unknown_policy_and_key(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_numbers_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = refused(capsys, tmp_path, "trainer.mini_batches=3", "data.prompts=64")
-    assert said == "PolicyError: mini_batches=3 does not divide 64 prompt groups; use 1, 2, 4, 8, 16, 32 or 64."
+    assert said == "PolicyError: trainer.mini_batches=3 does not divide 64 prompt groups; use 1, 2, 4, 8, 16, 32 or 64."
     said = refused(capsys, tmp_path, "policy.split=3")
     assert said == "PolicyError: policy.split=3 does not divide mini_batches=4; use policy.split=1, 2 or 4."
     assert "max_staleness=5" in refused(capsys, tmp_path, "policy.max_staleness=5")
