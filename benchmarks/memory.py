@@ -15,22 +15,22 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _processes import Follower, name_of
 from _run import PIPELINE, ROOT, table
-from start import name_of
 
 BOUND = 2.0
 """Largest ratio of a run's memory to that of TRL."""
 STEPS, PROMPTS, SAMPLES, TOKENS = 3, 32, 8, 48
 TRL = """
-import random, sys
+import sys
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -46,42 +46,30 @@ GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=Dataset
 """
 
 
-class Memory:
+class Memory(Follower):
     """Follows the memory of a process and of all below it.
 
     Attributes:
         most: MB by process when their sum was largest.
+        processes: their number then.
     """
 
     def __init__(self, root: int) -> None:
-        self._root = psutil.Process(root)
         self.most: Counter[str] = Counter()
         self.processes = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
+        super().__init__(root, every_s=0.5)
 
-    def _follow(self) -> None:
-        while not self._over.wait(0.5):
-            found: Counter[str] = Counter()
-            number = 0
+    def look(self, processes: Sequence[psutil.Process]) -> None:
+        found: Counter[str] = Counter()
+        number = 0
+        for process in processes:
             try:
-                below = [self._root, *self._root.children(recursive=True)]
+                found[name_of(process.cmdline())] += process.memory_full_info().pss // 2**20
+                number += 1
             except psutil.Error:
-                return
-            for process in below:
-                try:
-                    found[name_of(process.cmdline())] += process.memory_full_info().pss // 2**20
-                    number += 1
-                except (psutil.Error, IndexError):
-                    continue
-            if found.total() > self.most.total():
-                self.most, self.processes = found, number
-
-    def close(self) -> None:
-        """Stops following."""
-        self._over.set()
-        self._thread.join()
+                continue
+        if found.total() > self.most.total():
+            self.most, self.processes = found, number
 
 
 def followed(command: list[str]) -> dict[str, Any]:
@@ -94,9 +82,8 @@ def followed(command: list[str]) -> dict[str, Any]:
         if code:
             errors.seek(0)
             sys.exit(f"{' '.join(command[:4])} failed (exit code {code}):\n{errors.read()[-4000:]}")
-    return {
-        "mb": memory.most.total(), "processes": memory.processes, "by_process": dict(memory.most.most_common())
-    }  # fmt: skip
+    by_process = dict(memory.most.most_common())
+    return {"mb": memory.most.total(), "processes": memory.processes, "by_process": by_process}
 
 
 def main() -> int:

@@ -16,20 +16,20 @@ import importlib.util
 import json
 import os
 import pty
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _processes import Follower, name_of
 from _run import PIPELINE, ROOT, table
 
 BOUNDS = {"hf": 12 / 5, "vllm": 20 / 5}
@@ -50,22 +50,15 @@ def imported() -> tuple[float, float]:
     return seconds, spent
 
 
-class Cpu:
+class Cpu(Follower):
     """Follows the CPU seconds of a process and of all below it, by name."""
 
     def __init__(self, root: int) -> None:
-        self._root = psutil.Process(root)
         self._seen: dict[tuple[int, float], tuple[str, float]] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
+        super().__init__(root, every_s=0.1)
 
-    def _follow(self) -> None:
-        while not self._over.wait(0.1):
-            self._look()
-
-    def _look(self) -> None:
-        for process in [self._root, *self._root.children(recursive=True)]:
+    def look(self, processes: Sequence[psutil.Process]) -> None:
+        for process in processes:
             try:
                 times, words = process.cpu_times(), process.cmdline()
                 key = (process.pid, process.create_time())
@@ -75,23 +68,12 @@ class Cpu:
 
     def take(self) -> dict[str, float]:
         """Returns the seconds by process, largest first, and stops following."""
-        self._over.set()
-        self._thread.join()
-        self._look()
+        self.close()
+        self.look([self._root, *self._root.children(recursive=True)])
         found: Counter[str] = Counter()
         for name, seconds in self._seen.values():
             found[name] += seconds
         return dict(found.most_common())
-
-
-def name_of(words: list[str]) -> str:
-    """Returns a short name of a process, from its command line."""
-    text = " ".join(words)
-    if module := re.search(r"-m (dataflow[\w.]*)", text):
-        return "the run and its supervisor" if module[1] == "dataflow" else module[1]
-    if ray := re.search(r"ray::(\w+)", text):
-        return f"ray::{ray[1]}"
-    return Path(words[0]).name if words else "ended"
 
 
 def started(engine: str, runs: Path, keys: list[str]) -> dict[str, Any]:
