@@ -60,9 +60,8 @@ class Plan:
     @property
     def logged_step_s(self) -> float | None:
         """Seconds of a step of the source's own run, as it was logged."""
-        if self.workload.logged is None:
-            return None
-        return self.workload.logged.seconds / self.workload.logged.steps
+        logged = self.workload.logged
+        return None if logged is None else logged.seconds / logged.steps
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON object described in docs/planning.md."""
@@ -140,10 +139,8 @@ class Plan:
         if self.replay is not None:
             rows.insert(0, _cells(self.replay))
             rows[0][head.index("change")] = ""
-        elif logged is not None:
-            rows.insert(
-                0, [AS_LOGGED, figure(logged.seconds / logged.steps), duration(logged.seconds), *[""] * (len(head) - 3)]
-            )
+        elif logged is not None and (step_s := self.logged_step_s) is not None:
+            rows.insert(0, [AS_LOGGED, figure(step_s), duration(logged.seconds), *[""] * (len(head) - 3)])
         if against:
             at = head.index("change") + 1
             head.insert(at, "against log")
@@ -256,8 +253,8 @@ def beside(plans: Sequence[Plan]) -> str:
     lines = [("s/step", "logged", *names)]
     for plan in plans:
         step_s = {row.policy: figure(row.step_s) for row in plan.rows}
-        logged = plan.workload.logged
-        took = "" if logged is None else f"{figure(logged.seconds / logged.steps)} ({logged.policy or 'overlaps'})"
+        logged, seconds = plan.workload.logged, plan.logged_step_s
+        took = "" if logged is None or seconds is None else f"{figure(seconds)} ({logged.policy or 'overlaps'})"
         lines.append((plan.workload.source, took, *(step_s.get(name, "") for name in names)))
     return str(table(lines))
 

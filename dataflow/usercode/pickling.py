@@ -38,18 +38,22 @@ def why_not_pickled(value: Any, known: tuple[type, ...] = ()) -> str:
         value: of any type.
         known: types that can be; objects of these, arrays and tensors are not looked at, as they may be large.
     """
+    try:
+        _probe(known)(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
+
+@functools.cache
+def _probe(known: tuple[type, ...]) -> type[pickle.Pickler]:
     class Probe(_pickler()):  # type: ignore[misc]
         def persistent_id(self, part: Any) -> int | None:
             kind = type(part)
             large = kind in known or (kind.__module__.partition(".")[0] in _LARGE and not isinstance(part, type))
             return 0 if large else None
 
-    try:
-        Probe(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return Probe
 
 
 class _Nowhere(io.RawIOBase):

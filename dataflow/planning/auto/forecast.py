@@ -114,12 +114,11 @@ def _in_flight(workload: Workload, seconds: Mapping[SchedulingPolicy, float | No
     if not known or workload.beside or workload.rewards.servers is not None:
         return None
     best, found = min(known, key=lambda policy: known[policy]), None
-    most = max(policy.max_staleness for policy in seconds)
     least, number = known[best], workload.rewards.concurrency
     while number < workload.prompts * workload.responses:
         number *= 2
         more = replace(workload, rewards=replace(workload.rewards, concurrency=number))
-        if (took := _predicted(more, best, most)) is None or least / took - 1 < MORE:
+        if (took := _predicted(more, best)) is None or least / took - 1 < MORE:
             break
         found, least = (number, took), took
     return found
@@ -127,40 +126,34 @@ def _in_flight(workload: Workload, seconds: Mapping[SchedulingPolicy, float | No
 
 def _search(workload: Workload, policies: Sequence[SchedulingPolicy], current: SchedulingPolicy) -> list[float | None]:
     """Predicts the policies with the least and the most parts, then the others as stale as the fastest of them."""
-    most = max(p.max_staleness for p in [*policies, current])
     ends = {min(p.split for p in policies), max(p.split for p in policies)}
     plain = [p for p in policies if not p.stream_rollout] or policies
-    found = {p: _predicted(workload, p, most) for p in policies if p == current or (p in plain and p.split in ends)}
+    found = {p: _predicted(workload, p) for p in policies if p == current or (p in plain and p.split in ends)}
     known = {p: s for p, s in found.items() if s is not None}
     near = {p.max_staleness for p, s in known.items() if s <= min(known.values()) * (1 + CLOSE)}
-    found |= {p: _predicted(workload, p, most) for p in policies if p not in found and p.max_staleness in near}
+    found |= {p: _predicted(workload, p) for p in policies if p not in found and p.max_staleness in near}
     return [found.get(policy) for policy in policies]
 
 
-def _predicted(workload: Workload, policy: SchedulingPolicy, most: int) -> float | None:
+def _predicted(workload: Workload, policy: SchedulingPolicy) -> float | None:
     try:
-        return steady_s(workload, policy, most)
+        return steady_s(workload, policy)
     except (PolicyError, PipelineError):
         return None
 
 
-def steady_s(workload: Workload, policy: SchedulingPolicy, most_stale: int = 0) -> float:
+def steady_s(workload: Workload, policy: SchedulingPolicy) -> float:
     """Returns the seconds a step of a run that neither begins nor ends.
-
-    Args:
-        workload: of the run.
-        policy: to predict.
-        most_stale: largest staleness of the policies that are compared: the same steps count under each.
 
     Raises:
         PolicyError, PipelineError: the policy does not fit the workload.
     """
     least, most = STEPS
     counted = max(least, min(most, REQUESTS // max(1, workload.prompts * workload.responses)))
-    # The measured steps repeat without the first one. Each of them counts as often, since they may differ much.
+    # The measured steps repeat without the first one. Each counts as often under every policy, as they may differ much.
     cycle = max(1, workload.measured_steps - 1)
     counted = cycle * max(-(-least // cycle), counted // cycle)
-    filled = 2 + max(most_stale, policy.max_staleness)
+    filled = 2 + policy.max_staleness
     # The last steps have no next rollout beside them, so some more follow those that count.
     steps = filled + counted + policy.max_staleness + 1
     graph = expand(workload.pipeline, policy, steps, workload.mini_batches, groups=workload.prompts)

@@ -6,14 +6,10 @@ import statistics
 from collections.abc import Iterator
 
 from dataflow.drawing.duration import figure
-from dataflow.planning.sources.logs.needed import SECONDS
+from dataflow.planning.sources.logs.needed import EACH_STEP, NOW_AND_THEN, SECONDS, WHOLE
 from dataflow.planning.sources.overlaps import mean
 from dataflow.planning.sources.scalars import Scalars
 
-EACH_STEP = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_actor", "update_critic")
-"""What verl times in each step, if at all."""
-_NOW_AND_THEN = ("testing", "save_checkpoint")
-_WHOLE = "step"
 _MUCH = 0.05
 """Share of the steps' time that is worth a sentence."""
 _EXCEPTION = 4.0
@@ -30,15 +26,14 @@ def oddities(log: Scalars) -> Iterator[str]:
         if series and (missing := sorted(steps - series.keys() - {0})):
             they = "step lacks" if len(missing) == 1 else f"of {len(steps - {0})} steps lack"
             yield f"{len(missing)} {they} {SECONDS}{name}, the first of them step {missing[0]}; others stand in."
-    left = _left_over(log)
-    if left:
+    if left := _left_over(log):
         yield left
 
 
 def _left_over(log: Scalars) -> str:
     """Returns a sentence on the time of the steps that none of the plan's stages has; "" if there is little."""
-    whole = log.series(SECONDS + _WHOLE)
-    timed = {name: log.series(SECONDS + name) for name in (*EACH_STEP, *_NOW_AND_THEN)}
+    whole = log.series(SECONDS + WHOLE)
+    timed = {name: log.series(SECONDS + name) for name in (*EACH_STEP, *NOW_AND_THEN)}
     complete = [step for step in whole if all(step in timed[name] for name in EACH_STEP if timed[name])]
     rests = [whole[step] - sum(of.get(step, 0.0) for of in timed.values()) for step in complete]
     rest = statistics.median(rests) if rests else 0.0
@@ -48,7 +43,7 @@ def _left_over(log: Scalars) -> str:
     others = {
         name: seconds
         for name in log.columns
-        if name.startswith(SECONDS) and name.removeprefix(SECONDS) not in (*timed, _WHOLE)
+        if name.startswith(SECONDS) and name.removeprefix(SECONDS) not in (*timed, WHOLE)
         if usual * _MUCH / 5 < (seconds := mean(log, name)) <= rest * 1.02
     }
     listed = [f"{name} {figure(others[name], 3)} s" for name in sorted(others, key=others.__getitem__, reverse=True)]
@@ -59,8 +54,8 @@ def _left_over(log: Scalars) -> str:
 def exception(log: Scalars) -> str:
     """Returns the caution that one step took far longer than the others, validation and checkpoint apart; "" if none
     did."""
-    extra = [log.series(SECONDS + name) for name in _NOW_AND_THEN]
-    whole = {step: s - sum(of.get(step, 0.0) for of in extra) for step, s in log.series(SECONDS + _WHOLE).items()}
+    extra = [log.series(SECONDS + name) for name in NOW_AND_THEN]
+    whole = {step: s - sum(of.get(step, 0.0) for of in extra) for step, s in log.series(SECONDS + WHOLE).items()}
     later = {step: seconds for step, seconds in whole.items() if step != min(whole)}  # the first has the warm-up
     if len(later) < _LISTED:
         return ""

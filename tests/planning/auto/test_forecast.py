@@ -175,7 +175,7 @@ def test_each_policy_is_judged_by_the_same_steps_however_much_they_differ(steps:
     known = range(2, steps + 1) if steps > 1 else [1]
     mean = sum(of[at % len(of)] for of in times.values() for at in known) / len(known)
     for staleness in range(3):
-        assert steady_s(load, SchedulingPolicy(1, staleness), 2) == pytest.approx(mean)
+        assert steady_s(load, SchedulingPolicy(1, staleness)) == pytest.approx(mean)
 
 
 def test_candidates_are_those_that_the_pipeline_and_the_limit_allow() -> None:

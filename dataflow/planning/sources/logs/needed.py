@@ -9,6 +9,11 @@ from dataflow.errors import DataError, nearest
 SECONDS = "timing_s/"
 GIVE = "give verl's console log, its jsonl file or tensorboard directory, or a CSV of its scalars"
 
+EACH_STEP = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_actor", "update_critic")
+"""What verl times in each step, if at all."""
+NOW_AND_THEN = ("testing", "save_checkpoint")
+"""What it times in some steps."""
+WHOLE = "step"
 _LISTED = 12
 """Timings that a message lists."""
 

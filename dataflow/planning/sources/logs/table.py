@@ -9,11 +9,19 @@ from pathlib import Path
 
 from dataflow.errors import DataError, counted, nearest
 from dataflow.files import decoded
-from dataflow.planning.sources.logs.needed import GIVE, SECONDS, Columns, number, require
+from dataflow.planning.sources.logs.needed import (
+    EACH_STEP,
+    GIVE,
+    NOW_AND_THEN,
+    SECONDS,
+    WHOLE,
+    Columns,
+    number,
+    require,
+)
 
 # The timings that a CSV may name without the prefix.
-_BARE = ["gen", "reward", "old_log_prob", "ref", "values", "adv", "update_actor", "update_critic"]
-_BARE += ["testing", "save_checkpoint", "step"]
+_BARE = [*EACH_STEP, *NOW_AND_THEN, WHOLE]
 _STEP = ("global_step", "step", "_step", "Step")
 # W&B's: a chart's export has the column "Step", and with it "RUN - NAME" and its __MIN and __MAX; a history "_step".
 _CHART, _HISTORY = "Step", "_step"
