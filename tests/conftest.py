@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,18 @@ def _no_process_left() -> Iterator[None]:
     started = [p for p in below() if "resource_tracker" not in " ".join(command(p))]
     alive = left(started, timeout=15)
     assert not alive, f"tests left processes behind: {alive}"
+
+
+_FORKS: list[str] = []
+os.register_at_fork(before=lambda: _FORKS.append("".join(traceback.format_stack(limit=8))))
+
+
+@pytest.fixture(autouse=True)
+def _no_fork() -> Iterator[None]:
+    """Fails a test that forks this process: it has threads, whose locks nobody releases in the child."""
+    _FORKS.clear()
+    yield
+    assert not _FORKS, f"start a process of its own instead (subprocess):\n{_FORKS[0]}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,6 @@ from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import is_ours, message_of, readable
-from dataflow.usercode.forks import OneProcess, in_one_process
 
 
 class InlineExecutor:
@@ -62,7 +61,7 @@ class InlineExecutor:
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         if asyncio.iscoroutinefunction(inspect.unwrap(task.stage.fn)):  # a decorator may be a plain function
-            self._waiters[task.id] = asyncio.create_task(OneProcess(self._wait(task, call, values)))
+            self._waiters[task.id] = asyncio.create_task(self._wait(task, call, values))
         else:
             self._queue.append((task, call, values))
 
@@ -99,7 +98,7 @@ class InlineExecutor:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
-            with in_one_process(), around(task.stage, info):
+            with around(task.stage, info):
                 result = own_copy(task.stage.fn(*arguments, **keywords))
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except BaseException as error:

@@ -21,7 +21,6 @@ from dataflow.system import clock
 from dataflow.system.secrets.redaction import redact_error
 from dataflow.usercode.copies import is_awaitable, is_coroutine
 from dataflow.usercode.failures import TimedOut, is_interrupt, readable
-from dataflow.usercode.forks import OneProcess, in_one_process
 from dataflow.usercode.load import is_async
 from dataflow.usercode.loop import CallMarker, Lookout, call_endpoint, protect, user_code
 from dataflow.usercode.threads import OnIdle, Threads
@@ -168,12 +167,11 @@ class Call:
         if self.endpoint:
             context.run(call_endpoint.set, self.endpoint)
         sentinel, mark = self._calls.sentinel, self._mark
-        marked: Any = running
         if sentinel is not None and mark is not None:
-            marked = sentinel.stepped(running, mark)
+            marked: Any = sentinel.stepped(running, mark)
             context.run(user_code.set, (sentinel, mark))
         else:
-            marked = OneProcess(running)
+            marked = running
         self._task = asyncio.Task(marked, loop=self._calls.loop, context=context)
         self._task.add_done_callback(self._cancelled)
 
@@ -304,8 +302,7 @@ class Calls:
         if sentinel is not None and mark is not None:
             sentinel.enter(mark)
         try:
-            with in_one_process():
-                result = function(**keywords)
+            result = function(**keywords)
         except BaseException as raised:  # reported to the caller; the thread takes the next call
             error = raised
         if sentinel is not None and mark is not None:

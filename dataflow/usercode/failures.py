@@ -11,13 +11,12 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.system.secrets.redaction import redact
 from dataflow.system.stopping import stopping
-from dataflow.usercode.forks import OneProcess, in_one_process
 
 LONGEST = 2000
 """Characters of a message that are kept."""
@@ -89,8 +88,7 @@ def attempt(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> t
     What the caller raises then has no unreadable exception as its context, which an ``except`` block would set.
     """
     try:
-        with in_one_process():
-            return function(*arguments, **keywords), None
+        return function(*arguments, **keywords), None
     except BaseException as raised:
         if is_ours(raised):
             raise
@@ -221,7 +219,28 @@ def is_ours(error: BaseException) -> bool:
     return is_interrupt(error) or is_cancelled(error)
 
 
-class Contained(OneProcess):
+class Delegating(Coroutine[Any, Any, Any]):
+    """A coroutine that passes each of its steps on to another."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
+        self._inner = inner
+
+    def send(self, value: Any) -> Any:
+        return self._inner.send(value)
+
+    def throw(self, *raised: Any) -> Any:
+        return self._inner.throw(*raised)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._inner.__await__()
+
+
+class Contained(Delegating):
     """Wraps a coroutine of user code that runs as a task, where SystemExit would end the event loop.
 
     SystemExit and KeyboardInterrupt become a :class:`UserExit`.

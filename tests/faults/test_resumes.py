@@ -1,4 +1,4 @@
-"""The comparison of benchmarks/resumes.py finds what differs; test_kill_moments.py kills runs of a toy pipeline."""
+"""The comparison of benchmarks/resumes.py finds what differs."""
 
 from __future__ import annotations
 

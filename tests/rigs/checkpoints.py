@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from dataflow.running.saving.checkpoints import CheckpointStore
+
+ROOT = Path(__file__).parents[2]
+# Another package in the environment may have the name 'tests' as well.
+_CALL = """
+import importlib, sys, types
+sys.modules["tests"] = tests = types.ModuleType("tests")
+tests.__path__ = ["tests"]
+module, name, *arguments = sys.argv[1:]
+getattr(importlib.import_module(module), name)(*arguments)
+"""
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> int:
@@ -39,36 +51,26 @@ def empty() -> Iterator[Path]:
 
 
 class Child:
-    """A process of its own that does some work; ended at the end of the block if it still runs.
+    """A process of its own that calls a function of a module; ended at the end of the block if it still runs.
 
     Args:
-        work: what it does; its exit code is 1 if that raises.
-        kill_at: it kills itself just before the file operation of this number, counted from 1; None for never.
+        work: the function; the exit code is 1 if it raises.
+        *arguments: of the function, as texts.
+        pass_fds: open files that the process has, too.
     """
 
-    def __init__(self, work: Callable[[], object], kill_at: int | None = None) -> None:
-        self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                if kill_at is not None:
-                    _kill_at(kill_at)
-                work()
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
+    def __init__(self, work: Callable[..., object], *arguments: str, pass_fds: Sequence[int] = ()) -> None:
+        command = [sys.executable, "-c", _CALL, work.__module__, work.__name__, *arguments]
+        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=pass_fds)
+        self.pid = self._process.pid
 
     def wait(self) -> int:
         """Returns the exit code; a negative one is the signal that ended the process."""
-        if self._code is None:
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._code
+        return self._process.wait(300)
 
     def kill(self) -> int:
         """Ends it with SIGKILL, and returns its exit code."""
-        if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self._process.kill()
         return self.wait()
 
     def __enter__(self) -> Child:
@@ -76,6 +78,30 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def killed_before_each_operation(work: Callable[[], object]) -> Iterator[int]:
+    """Does some work in one fork of this process after the other; kills the n-th before its n-th operation on a file.
+
+    To be called in a process of its own, since only one without threads may be forked.
+
+    Yields:
+        the exit code of each; the last is the one that did all of the work.
+    """
+    for number in itertools.count(1):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _kill_at(number)
+                work()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        yield code
+        if code != -signal.SIGKILL:
+            return
 
 
 def _kill_at(number: int) -> None:

@@ -54,7 +54,8 @@ class RankHost:
             [sys.executable, __file__, str(self._directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=alone(),
+            # Arrow's allocator has a thread; a process with threads must not be forked.
+            env=alone() | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
             text=True,
             start_new_session=True,
         )
@@ -91,6 +92,7 @@ def main(directory: str) -> None:
     import_worker("cpu")
     list(AutoModelForCausalLM._model_mapping.keys())
     sys.path.insert(0, directory)
+    assert len(os.listdir("/proc/self/task")) == 1, "it has threads, so it must not be forked"
     for line in sys.stdin:
         module, world, out, words = json.loads(line)
         work = importlib.import_module(module).be_a_rank

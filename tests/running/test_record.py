@@ -15,7 +15,7 @@ from dataflow.running.remains import EVALUATIONS, finish
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Mark, Span
-from tests.rigs.checkpoints import Child
+from tests.rigs.checkpoints import Child, killed_before_each_operation
 from tests.rigs.logs import logged
 
 STEPS, POINT, AHEAD = 4, 2, 1
@@ -200,27 +200,31 @@ def test_steps_that_train_nothing_are_said_once(most: list[float], warned: list[
     record.close()
 
 
-@pytest.mark.slow
-def test_a_kill_while_the_files_are_cut_loses_nothing(killed: Path) -> None:
-    whole = {file.name: file.read_bytes() for file in killed.iterdir()}
+def cut_under_kills(place: str) -> None:
+    """Resumes a run; checks what is left after a kill before each of its operations on files."""
+    directory, first = Path(place), {"tasks": POINT * 3, "marks": POINT}
+    whole = {file.name: file.read_bytes() for file in directory.iterdir()}
 
     def resume() -> None:
-        record = go_on(killed)
+        record = go_on(directory)
         evaluate(record, POINT)
         train(record, POINT + 1)
 
-    first = {"tasks": POINT * 3, "marks": POINT}
-    kills, code = 0, -9
-    while code == -9:
-        kills += 1
-        for name, content in whole.items():
-            (killed / name).write_bytes(content)
-        code = Child(resume, kill_at=kills).wait()
-        found = facts(go_on(killed))
+    kills = 0
+    for code in killed_before_each_operation(resume):
+        assert code in (0, -9)
+        kills += code == -9
+        found = facts(go_on(directory))
         assert {name: found[name] if name == "marks" else len(found[name]) for name in first} == first, kills
         assert found["rows"][: POINT + 1] == [0, 1, 2], kills
         # With the second evaluation or without it.
         assert found["rewards"]["requested"] in (2 + POINT, 2 + POINT + 2), kills
-        assert not list(killed.glob(".*")), kills
-    assert code == 0
+        assert not list(directory.glob(".*")), kills
+        for name, content in whole.items():
+            (directory / name).write_bytes(content)
     assert kills > 8
+
+
+@pytest.mark.slow
+def test_a_kill_while_the_files_are_cut_loses_nothing(killed: Path) -> None:
+    assert Child(cut_under_kills, str(killed)).wait() == 0

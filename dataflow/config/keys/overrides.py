@@ -15,7 +15,6 @@ from dataflow.errors import ConfigError, UserError, nearest
 from dataflow.system.secrets.given import keep_given
 from dataflow.system.secrets.redaction import redact
 from dataflow.usercode.failures import is_interrupt, message_of
-from dataflow.usercode.forks import in_one_process
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -112,9 +111,8 @@ def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | No
     """
     keep_given(values)
     try:
-        with in_one_process():
-            # The defaults of a pipeline's Config may be whole sections; given values override them key by key.
-            built: object = cls.model_validate(_over_defaults(cls, values))
+        # The defaults of a pipeline's Config may be whole sections; given values override them key by key.
+        built: object = cls.model_validate(_over_defaults(cls, values))
     except ValidationError as error:
         raise ConfigError(_sentence(cls, error, typed or {})) from error
     except UserError:

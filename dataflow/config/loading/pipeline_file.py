@@ -12,7 +12,6 @@ from dataflow.errors import ConfigError, PipelineError, UserError
 from dataflow.files import nearest_path, no_file
 from dataflow.graph import Pipeline
 from dataflow.usercode.failures import is_interrupt, message_of
-from dataflow.usercode.forks import in_one_process
 
 
 def load_pipeline_file(path: str | Path) -> ModuleType:
@@ -40,8 +39,7 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     # file's functions to Ray workers by value, as these cannot import the file.
     sys.modules[loader.name] = module
     try:
-        with in_one_process():
-            loader.exec_module(module)
+        loader.exec_module(module)
     except UserError:
         raise
     except BaseException as error:
@@ -111,8 +109,7 @@ def _called(module: ModuleType, name: str, config: BaseConfig) -> Any:
     if not callable(function):
         raise ConfigError(f"pipeline file '{module.__file__}': '{name}' is {_kind(function)}; define {name}(config).")
     try:
-        with in_one_process():
-            return function(config)
+        return function(config)
     except UserError:
         raise
     except BaseException as error:

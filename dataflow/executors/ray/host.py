@@ -29,7 +29,6 @@ from dataflow.system.children import restore_path
 from dataflow.system.secrets.redaction import redact_logs
 from dataflow.usercode.copies import is_immutable
 from dataflow.usercode.failures import Contained
-from dataflow.usercode.forks import in_one_process
 from dataflow.usercode.pickling import why_not_pickled
 
 NOT_RUN = b""
@@ -114,7 +113,7 @@ class Host(SeesPaths):
             return self._not_run(call)
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
-        with in_one_process(), around(stage, info):
+        with around(stage, info):
             result = stage.fn(*arguments, **keywords)
             if asyncio.iscoroutine(result):
                 result = asyncio.run(result)

@@ -26,7 +26,6 @@ from dataflow.rewards.user.adapter import scorer_of
 from dataflow.rewards.user.function import MADE, build_reward, find_reward, load_reward
 from dataflow.system.children import restore_path
 from dataflow.usercode.failures import attribute_of, pickled_error, readable, trace_of
-from dataflow.usercode.forks import in_one_process
 from dataflow.usercode.load import LABEL, describe, name_of, place_of
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
@@ -153,8 +152,7 @@ def _end_with_parent() -> None:
 
 def _outcome(function: Callable[[], Any]) -> Outcome:
     try:
-        with in_one_process():
-            return function(), None
+        return function(), None
     except BaseException as error:
         return None, error
 

@@ -32,7 +32,7 @@ from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.system.supervisor import channel
-from dataflow.usercode.forks import OneProcess, in_one_process
+from dataflow.usercode.failures import Delegating
 from dataflow.usercode.load import MACHINERY
 from dataflow.usercode.sentinel import process as sentinel_process
 from dataflow.usercode.sentinel.process import LOCK_ONLY, MARK, SLOT, THREAD
@@ -279,8 +279,7 @@ class Sentinel:
         """Marks the block as user code."""
         self.enter(mark)
         try:
-            with in_one_process():
-                yield
+            yield
         finally:
             self.leave()
 
@@ -289,11 +288,8 @@ class Sentinel:
         return Stepped(coroutine, self._page, mark)
 
 
-class Stepped(OneProcess):
-    """A coroutine of user code that is marked in each of its steps on the event loop.
-
-    A forked process ends before it could change the page, which both processes share.
-    """
+class Stepped(Delegating):
+    """A coroutine of user code that is marked in each of its steps on the event loop."""
 
     __slots__ = ("_mark", "_page")
 

@@ -1,25 +1,22 @@
-"""The process around a program, as a fork of this one: what it reports, and what it forbids and limits."""
+"""The process around a program: what it reports, and what it forbids and limits."""
 
 from __future__ import annotations
 
-import errno
 import json
-import multiprocessing
 import os
-import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 
 from dataflow.rewards.sandbox.calls import filter_of
-from dataflow.rewards.sandbox.jail import main, rights, usage
+from dataflow.rewards.sandbox.jail import usage
 from tests.rigs.processes import left, until
 
 pytestmark = [
@@ -27,27 +24,34 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the jail is made of Linux's system calls"),
 ]
 
-fork = multiprocessing.get_context("fork")
 FOREVER = "import time\ntime.sleep(1000)\n"
+JAIL = "import sys; from dataflow.rewards.sandbox.jail import main; main.main()"
+REFUSED = """
+import errno, sys
+from dataflow.rewards.sandbox.jail import main
+def refused(options): raise PermissionError(errno.EPERM, "Operation not permitted")
+main.separate = refused
+main.main()
+"""
 
 
-def in_a_fork(act: Callable[[], Any]) -> Any:
-    """Returns what a function returns that changes its process for good."""
-    ours, theirs = fork.Pipe()
-    process = fork.Process(target=lambda: theirs.send(act()))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    finally:
-        process.join(20)
-        assert process.exitcode == 0
+def started(code: str, *arguments: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[str]:
+    """Starts a process whose Python code changes it for good."""
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], pass_fds=pass_fds, stdout=PIPE, text=True)
+
+
+def printed(code: str, *arguments: str) -> Any:
+    """Returns what such code prints as JSON."""
+    with started(code, *arguments) as process:
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    return json.loads(out)
 
 
 class Jail:
     """A jail without namespaces around a program."""
 
-    def __init__(self, place: Path, source: str, **options: Any) -> None:
+    def __init__(self, place: Path, source: str, jail: str = JAIL, **options: Any) -> None:
         self.work = place / "sandbox-1" / "work"
         self.work.mkdir(parents=True)
         reader, writer = os.pipe()
@@ -62,21 +66,15 @@ class Jail:
                 "memory_mb": 1 << 12, "disk_mb": 8, "files": 64, "processes": 4, "threads": 8, "isolate": False,
                 **options,
             }  # fmt: skip
-            self.process = fork.Process(target=self._run)
-            self.process.start()
+            self.process = started(jail, json.dumps(self.options), pass_fds=[writer])
             os.close(writer)
             self.first = json.loads(self.report.readline())
-
-    def _run(self) -> None:
-        sys.argv = ["jail", json.dumps(self.options)]
-        main.main()
 
     def end(self) -> dict[str, Any]:
         """Returns what the jail reports at its end."""
         with self.report:
             found = json.loads(self.report.readline())
-        self.process.join(20)
-        assert self.process.exitcode == 0
+        assert self.process.wait(20) == 0
         return dict(found)
 
 
@@ -91,7 +89,7 @@ def jail(tmp_path: Path) -> Iterator[Any]:
     yield make
     for each in made:
         each.process.kill()
-        each.process.join()
+        each.process.communicate()
 
 
 def test_the_exit_code_is_reported_and_the_folder_stays_for_who_started_it(jail: Any) -> None:
@@ -101,12 +99,8 @@ def test_the_exit_code_is_reported_and_the_folder_stays_for_who_started_it(jail:
     assert sorted(each.name for each in mine.work.iterdir()) == ["made", "main.py"]
 
 
-def test_namespaces_that_the_system_refuses_are_reported(jail: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(_options: Any) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(main, "separate", refused)
-    mine = jail("", isolate=True, calls=None)
+def test_namespaces_that_the_system_refuses_are_reported(jail: Any) -> None:
+    mine = jail("", jail=REFUSED, isolate=True, calls=None)
     assert mine.first["missing"] == "[Errno 1] Operation not permitted"
     assert mine.first["unfiltered"] == f"their numbers on {os.uname().machine} are not known"
     assert mine.end() == {"end": "exit", "code": 0}
@@ -157,54 +151,61 @@ def test_a_jail_whose_parent_has_ended_runs_nothing(tmp_path: Path) -> None:
     (work := tmp_path / "sandbox-1" / "work").mkdir(parents=True)
     reader, writer = os.pipe()
 
-    def act() -> None:
-        sys.argv = ["jail", json.dumps({"parent": 1, "report": writer, "work": str(work)})]
-        main.main()
-
-    in_a_fork(act)
+    options = {"parent": 1, "report": writer, "work": str(work)}
+    with started(JAIL, json.dumps(options), pass_fds=[writer]) as process:
+        assert process.wait(20) == 0
     os.close(writer)
     with os.fdopen(reader) as report:
         assert report.read() == ""
     assert not work.parent.exists()
 
 
+ATTEMPTS = """
+import errno, json, os, socket, sys
+from pathlib import Path
+from dataflow.rewards.sandbox.calls import filter_of
+from dataflow.rewards.sandbox.jail import rights
+
+def attempt(act):
+    try:
+        act()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return "done"
+
+guarded = int(sys.argv[1])
+rights.drop_privileges()
+rights.forbid(filter_of(os.uname().machine) or {}, [guarded])
+print(json.dumps([
+    attempt(lambda: os.kill(guarded, 0)),
+    attempt(lambda: os.kill(os.getpid(), 0)),
+    attempt(lambda: socket.socket(socket.AF_UNIX).close()),
+    attempt(lambda: os.close(os.memfd_create("text"))),
+    attempt(lambda: Path("/proc/self/stat").read_text()),
+]))
+"""
+
+
 def test_a_filter_forbids_calls_for_good() -> None:
-    guarded = os.getpid()
-
-    def attempt(act: Callable[[], Any]) -> str:
-        try:
-            act()
-        except OSError as error:
-            return errno.errorcode[error.errno or 0]
-        return "done"
-
-    def act() -> list[str]:
-        rights.drop_privileges()
-        rights.forbid(filter_of(os.uname().machine) or {}, [guarded])
-        return [
-            attempt(lambda: os.kill(guarded, 0)),
-            attempt(lambda: os.kill(os.getpid(), 0)),
-            attempt(lambda: socket.socket(socket.AF_UNIX).close()),
-            attempt(lambda: os.close(os.memfd_create("text"))),
-            attempt(lambda: Path("/proc/self/stat").read_text()),
-        ]
-
-    others, own, connects, takes, reads = in_a_fork(act)
+    others, own, connects, takes, reads = printed(ATTEMPTS, str(os.getpid()))
     assert (own, reads) == ("done", "done")
     assert "done" not in (others, connects, takes)
 
 
+LIMITED = """
+import json, resource, sys
+from dataflow.rewards.sandbox.jail import rights
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))  # lower than what is asked for
+rights.limit(json.loads(sys.argv[1]), False)
+kinds = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+print(json.dumps([min(resource.getrlimit(kind)[1], 1 << 40) for kind in kinds]))
+"""
+
+
 def test_each_process_is_limited_as_far_as_it_may_be() -> None:
-    hard = 1 << 40
     options = {"latest": 10.0, "threads": 1, "memory_mb": 1 << 14, "disk_mb": 8, "files": 64}
-
-    def act() -> list[int]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))  # lower than what is asked for
-        rights.limit(options, False)
-        kinds = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
-        return [min(resource.getrlimit(kind)[1], hard) for kind in kinds]
-
-    assert in_a_fork(act) == [12, 1 << 34, 4 << 20, 64]
+    assert printed(LIMITED, json.dumps(options)) == [12, 1 << 34, 4 << 20, 64]
 
 
 def test_what_processes_use_is_found_until_they_have_ended() -> None:
