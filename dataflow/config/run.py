@@ -79,6 +79,8 @@ class DataConfig(Section):
     """What happens to a longer prompt: an error, or the side to cut."""
     filter_overlong_prompts: bool = False
     """Drop longer prompts instead."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Options of the model's chat template, such as {enable_thinking: false}, wherever the run renders a chat."""
     shuffle: bool = True
     """Draw the training problems in a seeded random order."""
     train_size: PositiveInt = 4000
@@ -130,6 +132,10 @@ class ValConfig(Section):
     """Responses per problem."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass kept; 1 keeps all."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Most likely tokens kept; -1 or 0 keeps all."""
 
 
 class RunConfig(BaseConfig):

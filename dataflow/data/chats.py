@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from dataflow.data.tokenize import encoded, load_chat_tokenizer, prompt_ids, texts_of
-from dataflow.errors import ModelError
+from dataflow.errors import UserError
 from dataflow.system.children import command
 
 Chat = list[dict[str, Any]]
@@ -118,10 +118,11 @@ class ChatProcess:
 
     Args:
         path: of the model's directory. Its tokenizer is loaded while this process goes on.
+        options: of its chat template.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, options: Mapping[str, Any] | None = None) -> None:
+        self._path, self._options = path, options
         self._process = subprocess.Popen(
             command(__name__, path),
             stdin=subprocess.PIPE,
@@ -130,6 +131,8 @@ class ChatProcess:
             start_new_session=True,  # Ctrl-C in a terminal ends the run, which ends this process
         )
         self._here: Chats | None = None
+        with contextlib.suppress(OSError):  # a process that has ended is noticed at the first question
+            self._ask("options", options)
 
     def __enter__(self) -> ChatProcess:
         return self
@@ -142,14 +145,14 @@ class ChatProcess:
         """Returns the characters of the longest token.
 
         Raises:
-            ModelError: the tokenizer cannot be loaded, or has no chat template.
+            ModelError, ConfigError: see :func:`~dataflow.data.tokenize.load_chat_tokenizer`.
         """
         if self._here is None:
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
                 self._ask("longest_token")
                 return int(self._answer())
             # One that needs torch, or none that can be loaded: this process finds out which.
-            self._here = Chats(load_chat_tokenizer(self._path))
+            self._here = Chats(load_chat_tokenizer(self._path, self._options))
         return self._here.longest_token()
 
     def ids(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None = None) -> list[np.ndarray]:
@@ -157,7 +160,7 @@ class ChatProcess:
         if self._here is None:
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
                 return self._from_process(chats, schemas)
-            self._here = Chats(load_chat_tokenizer(self._path))
+            self._here = Chats(load_chat_tokenizer(self._path, self._options))
         return self._here.ids(chats, schemas)
 
     def _from_process(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None) -> list[np.ndarray]:
@@ -197,24 +200,27 @@ class ChatProcess:
         return pickle.load(self._process.stdout)
 
 
-def chats_of(path: str) -> Chats | ChatProcess:
+def chats_of(path: str, options: Mapping[str, Any] | None = None) -> Chats | ChatProcess:
     """Returns what turns chats into ids: in a process of its own unless transformers is imported here already.
 
     Raises:
-        ModelError: the tokenizer cannot be loaded, or has no chat template.
+        ModelError, ConfigError: see :func:`~dataflow.data.tokenize.load_chat_tokenizer`.
     """
-    return Chats(load_chat_tokenizer(path)) if "transformers" in sys.modules else ChatProcess(path)
+    return Chats(load_chat_tokenizer(path, options)) if "transformers" in sys.modules else ChatProcess(path, options)
 
 
-def chats_ahead(path: str | None) -> ChatProcess | None:
+def chats_ahead(path: str | None, options: Mapping[str, Any] | None = None) -> ChatProcess | None:
     """Starts the process of a model's tokenizer before there are chats, so that both are loaded at the same time.
+
+    Args:
+        path, options: of a :class:`ChatProcess`.
 
     Returns:
         The process; None if ``path`` is no directory (yet), or transformers is imported here already.
     """
     if path is None or "transformers" in sys.modules or not os.path.isdir(directory := os.path.expanduser(path)):
         return None
-    return ChatProcess(directory)
+    return ChatProcess(directory, options)
 
 
 def _send(stream: IO[bytes], value: Any) -> None:
@@ -229,8 +235,9 @@ def main(path: str) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     sys.modules["torch"] = None  # type: ignore[assignment]  # so that transformers does not find it
     try:
-        chats = Chats(load_chat_tokenizer(path))
-    except ModelError:
+        _, (options,) = pickle.load(asked)
+        chats = Chats(load_chat_tokenizer(path, options))
+    except (EOFError, UserError):
         return
     while True:
         try:

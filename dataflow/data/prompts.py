@@ -7,6 +7,7 @@ the order is verl's.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from dataflow.data.rows import IMAGES, first_line, load_rows, verl_rows
 from dataflow.data.shown import Shown
 from dataflow.data.tokenize import DESCRIBED, truncate
 from dataflow.errors import ConfigError, DataError, ModelError, counted
-from dataflow.models.directory import Room, room_of
+from dataflow.models.directory import Room, chat_template, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
 from dataflow.usercode.copies import own_copy
 
@@ -88,10 +89,12 @@ def load_prompts(
         ModelError: the tokenizer cannot be loaded or has no chat template.
     """
     room = (room_of(config.model.path), config.response_length)
-    processor = Processor(config.model.path) if takes_images(config.model.path) else None
+    options = config.data.apply_chat_template_kwargs
+    _check_options(config.model.path, options)
+    processor = Processor(config.model.path, options) if takes_images(config.model.path) else None
     of = [(train, config.data.prompts + config.extra_groups), (val, 1)]
     with contextlib.ExitStack() as stack:
-        reader = chats or chats_of(config.model.path)
+        reader = chats or chats_of(config.model.path, options)
         if isinstance(reader, ChatProcess) and reader is not chats:
             stack.enter_context(reader)
         sources = [
@@ -101,6 +104,16 @@ def load_prompts(
     if (most := config.trainer.max_tokens_per_gpu) is not None:
         sources[0].check_pass(most, config.response_length)
     return sources[0], sources[1]
+
+
+def _check_options(model: str, options: Mapping[str, Any]) -> None:
+    """Says which options of the chat template it does not read: Jinja takes any name."""
+    template = chat_template(Path(model)) if options else ""
+    if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        logger.warning(
+            f"data.apply_chat_template_kwargs: the chat template of {model} does not read {', '.join(unread)}, which "
+            "changes nothing; leave it out, or take a model whose template does."
+        )
 
 
 class PromptSource:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.errors import ModelError
+from dataflow.errors import ConfigError, ModelError
 from dataflow.models.tokenizer import load_tokenizer
 
 DESCRIBED = "tools_described"
@@ -16,15 +18,38 @@ _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 """Normalizers of tokenizers in Rust that are forms of Unicode, in which ASCII stays as it is."""
 
 
-def load_chat_tokenizer(path: str) -> Any:
+def load_chat_tokenizer(path: str, options: Mapping[str, Any] | None = None) -> Any:
     """Loads a tokenizer with a chat template.
+
+    Args:
+        path: of the model's directory.
+        options: of the template, ``data.apply_chat_template_kwargs``; all that the tokenizer renders has them.
 
     Raises:
         ModelError: it cannot be loaded, or has no chat template.
+        ConfigError: an option is not one of the template.
     """
     tokenizer = load_tokenizer(path, "model.path", ModelError)
     if not tokenizer.chat_template:
         raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
+    return with_options(tokenizer, options)
+
+
+def with_options(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
+    """Returns the tokenizer, which now renders with these options of its chat template.
+
+    Raises:
+        ConfigError: an option is an argument that the run itself gives.
+    """
+    if not options:
+        return tokenizer
+    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents", "kwargs"}
+    if taken := sorted(own.intersection(options)):
+        raise ConfigError(
+            f"data.apply_chat_template_kwargs.{taken[0]}: the run itself says how a chat is rendered; give only what "
+            "the model's chat template reads, such as enable_thinking."
+        )
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     return tokenizer
 
 

@@ -114,16 +114,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return _json(path, "config.json")
 
 
-def has_chat_template(path: Path) -> bool:
-    """Whether the tokenizer in a model's directory has a chat template.
+def chat_template(path: Path) -> str:
+    """Returns the chat template in a model's directory, several as one text; "" if there is none.
 
     Raises:
-        ModelError: its configuration cannot be read.
+        ModelError: a file cannot be read.
     """
-    if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
-    name = "tokenizer_config.json"
-    return bool((path / name).is_file() and _json(path, name).get("chat_template"))
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    names = [name for name in ("chat_template.json", "tokenizer_config.json") if (path / name).is_file()]
+    return next((str(found) for name in names if (found := _json(path, name).get("chat_template"))), "")
 
 
 def _architectures(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dataflow.data.tokenize import with_options
 from dataflow.errors import ModelError
 
 VISION = {
@@ -36,12 +37,13 @@ class Processor:
 
     Args:
         path: of the model's directory.
+        options: of its chat template; see :func:`~dataflow.data.tokenize.with_options`.
 
     Raises:
         ModelError: it has no processor, or its processor has no chat template.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, options: Mapping[str, Any] | None = None) -> None:
         import transformers
 
         config = transformers.AutoConfig.from_pretrained(path)
@@ -60,6 +62,7 @@ class Processor:
             raise ModelError(
                 f"model.path={path}: its processor has no chat template; use an instruct model or add one."
             )
+        with_options(self._processor.tokenizer, options)
         # As verl does, the model's own function is called without a model: it needs only the configuration.
         model: Any = getattr(transformers, inner)
         self._positions = types.SimpleNamespace(config=config)

@@ -88,8 +88,8 @@ def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
         repetition_penalty=draw.repetition_penalty,
         stop_token_ids=(*_stop_ids(config.model.path, tuple(draw.stop)), *draw.stop_token_ids),
     )
-    plain = Sampling(max_tokens=draw.max_tokens, stop_token_ids=sampling.stop_token_ids)
-    return sampling, replace(plain, n=config.val.n, temperature=config.val.temperature)
+    own = {name: getattr(config.val, name) for name in ("n", "temperature", "top_p", "top_k")}
+    return sampling, Sampling(max_tokens=draw.max_tokens, stop_token_ids=sampling.stop_token_ids, **own)
 
 
 def _stop_ids(model: str | None, stop: Sequence[str]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +42,7 @@ class Toolbox:
         format: how the model writes its calls.
         frozen_after: seconds that a call may keep Python's lock, so that nothing else runs in the process; after that
             the process is ended. None for ``timeout``, but at least :data:`FROZEN_S`; 0 for no limit.
+        options: of the chat template, such as ``{"enable_thinking": False}``.
     """
 
     model: str | None = None
@@ -50,6 +51,7 @@ class Toolbox:
     timeout: float | None = 10.0
     format: str = "hermes"
     frozen_after: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # Loaded modules are left out, as another process cannot import the user's module by name. The path is
@@ -94,7 +96,7 @@ class Toolbox:
     def tokenizer(self) -> Any:
         if self.model is None:
             raise ModelError("the tools have no tokenizer; set model.path.")
-        return load_chat_tokenizer(self.model)
+        return load_chat_tokenizer(self.model, self.options)
 
     def described(self, prompts: Batch, longest: int | None = None) -> Batch:
         """Returns the prompts with descriptions of the tools, if the chat template supports them.
@@ -228,4 +230,5 @@ def toolbox_of(config: Any) -> Toolbox:
         config: a :class:`~dataflow.config.run.RunConfig`.
     """
     offer = config.tools
-    return Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format, offer.frozen_after)
+    how = offer.timeout, offer.format, offer.frozen_after, config.data.apply_chat_template_kwargs
+    return Toolbox(config.model.path, offer.path, tuple(offer.names), *how)

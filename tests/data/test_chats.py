@@ -11,16 +11,19 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import transformers
 
 from dataflow.config.run import RunConfig
 from dataflow.data.chats import ChatProcess, Chats, Refused, chats_ahead
 from dataflow.data.prompts import load_prompts, read_problems
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
-from dataflow.errors import DataError, ModelError
+from dataflow.errors import ConfigError, DataError, ModelError
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.prompts import Prompts
 from dataflow.running.reporting.progress import Progress
+from tests.rigs.logs import logged
 from tests.rigs.processes import commanded, left
+from tests.rigs.thinking import THOUGHT, thinking_model
 
 pytestmark = pytest.mark.heavy
 CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "é ✓", "")]
@@ -125,6 +128,34 @@ def test_a_tokenizer_is_loaded_while_the_data_is_read(
     for source in (train, val):
         batch = source.all()
         assert list(batch["prompt_ids"]) == [prompt_ids(tokenizer, chat) for chat in batch["raw_prompt"]]
+
+
+def test_the_options_of_the_template_are_those_of_the_run(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thinking = thinking_model(tiny_qwen, tmp_path / "model")
+
+    def ends(**given: object) -> set[bool]:
+        """Returns whether the prompts end with an empty thought, those of the held-out problems among them."""
+        data = {"train_size": 40, "val_size": 10, "prompts": 8, "apply_chat_template_kwargs": given}
+        config = RunConfig.model_validate({"model": {"path": str(thinking)}, "data": data})
+        sources = load_prompts(config, *read_problems(config.data))
+        prompts = [ids for source in sources for ids in source.all()["prompt_ids"]]
+        return {text.endswith(f"<|im_start|>assistant\n{THOUGHT}") for text in tokenizer.batch_decode(prompts)}
+
+    tokenizer = load_chat_tokenizer(str(thinking))
+    monkeypatch.delitem(sys.modules, "transformers")  # so that a process of its own is asked
+    assert ends() == {False}
+    assert ends(enable_thinking=False) == {True}
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    with logged() as warned:
+        assert ends(enable_thinking=False) == {True}
+    assert warned == []
+    with logged() as warned:
+        assert ends(enable_thinkin=False) == {False}
+    assert "does not read enable_thinkin, which changes nothing" in warned[0]
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template_kwargs\.tokenize: the run itself says how"):
+        ends(tokenize=False)
 
 
 def test_the_tokenizers_process_ends_with_the_checks(

@@ -50,6 +50,7 @@ def options(**changes):
         "truncation": "error",
         "filter_overlong_prompts": False,
         "shuffle": True,
+        "apply_chat_template_kwargs": {},
     }
     return SimpleNamespace(**plain | changes)
 

@@ -166,6 +166,12 @@ MODEL, OPTIM, FSDP = (f"actor_rollout_ref.{section}" for section in ("model", "a
     [
         ("actor_rollout_ref.rollout.do_sample=False", {"engine.temperature": 0.0}),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample=True", {"val.temperature": 0.0}),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", {"val.top_p": 0.7, "val.top_k": -1}),
+        ("actor_rollout_ref.rollout.val_kwargs.top_k=20", {"val.top_p": 1.0, "val.top_k": 20}),
+        (
+            "+data.apply_chat_template_kwargs.enable_thinking=False",
+            {"data.apply_chat_template_kwargs": {"enable_thinking": False}},
+        ),
         ("actor_rollout_ref.actor.ppo_epochs=2", {"trainer.epochs": 2, "trainer.epochs_over": "step"}),
         ("actor_rollout_ref.actor.clip_ratio=0.3", {"algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio": 0.3}),
         (

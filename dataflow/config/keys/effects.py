@@ -77,6 +77,7 @@ EFFECTS: Mapping[str, tuple[Beside, ...]] = {
     **_each("data.train_size", _of("data.train", None)),
     **_each("data.truncation", _of("data.filter_overlong_prompts", False)),
     **_each("val.n val.temperature", _given("val.every")),
+    **_each("val.top_k val.top_p", _given("val.every"), _given("val.temperature")),
     **_each("engine.in_flight engine.kv_cache_gb", _not("engine.rollout", "hf")),
     **_each("engine.gpu_memory", _not("engine.rollout", "hf"), _given("ray.gpus_per_worker")),
     **_each("ray.address ray.start_timeout", _of("executor", "ray")),

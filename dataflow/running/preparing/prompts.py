@@ -92,7 +92,8 @@ class Prompts:
         from dataflow.data.chats import chats_ahead
         from dataflow.data.prompts import read_problems
 
-        if (ahead := chats_ahead(self._config.model.path)) is not None:
+        options = self._config.data.apply_chat_template_kwargs
+        if (ahead := chats_ahead(self._config.model.path, options)) is not None:
             self._chats = self._opened.enter_context(ahead)
         self._problems = read_problems(self._config.data)
         train, val = self._problems

@@ -18,7 +18,7 @@ from dataflow.config.served import ServedModelConfig
 from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.files import no_file
-from dataflow.models.directory import check_chat, check_classifier, has_chat_template, room_of
+from dataflow.models.directory import chat_template, check_chat, check_classifier, room_of
 from dataflow.models.head import labels_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.models.conversation import check_template, read_template
@@ -170,7 +170,7 @@ def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
                 "or a reward function that makes a score of them."
             )
     if model.template is None:
-        if not has_chat_template(path):
+        if not chat_template(path):
             raise ConfigError(f"model {path} has no chat template; give template, a Jinja file.")
     elif (why := no_file(Path(model.template).expanduser())) is not None:
         raise ConfigError(f"template={model.template}: {why}; give a Jinja file.")

@@ -47,6 +47,8 @@ def test_the_table_names_keys_that_there_are() -> None:
         ("reward.backoff=2", "reward.tries=1", ["reward.tries=2"]),
         ("reward.ledger=false", "reward.cache=c.sqlite", ["reward.cache=null"]),
         ("val.n=4", "val.every=0", ["val.every=2"]),
+        ("val.top_p=0.7", "val.temperature=0.0", ["val.temperature=1"]),
+        ("val.top_k=5", "val.every=0", ["val.temperature=1"]),
         ("checkpoint.keep_best=3", "checkpoint.every=0", ["checkpoint.every=1"]),
         ("ray.num_cpus=4", "executor=inline", ["executor=ray"]),
         ("judge.model=x", "custom_reward_function.path=f.py", ["custom_reward_function.path=null"]),

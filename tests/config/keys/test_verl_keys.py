@@ -104,7 +104,7 @@ def test_every_key_is_one_of_verls() -> None:
         ("reward_model.reward_manager", "is 'reward.manager' here"),
         (
             "+data.apply_chat_template_kwargs.enable_thinking",
-            "verl's 'data.apply_chat_template_kwargs' has no counterpart",
+            "is 'data.apply_chat_template_kwargs' here: the same options, without Hydra's +",
         ),
         ("critic.optim.lr", "has no critic; pipelines/ppo_critic.py trains one"),
         ("critic", "has no critic; pipelines/ppo_critic.py trains one"),

@@ -15,6 +15,7 @@ from dataflow.errors import DataError, ModelError
 from dataflow.graph import TaskInfo
 from dataflow.tools import Toolbox, tool
 from tests.rigs.scripted_engine import ScriptedRollout, call, log_prob
+from tests.rigs.thinking import THOUGHT, thinking_model
 from tests.stages.conversation.conversation_rig import (
     ANSWERED,
     CALLED,
@@ -126,6 +127,16 @@ def test_a_turn_ended_by_another_token_has_its_own_end_in_the_frame(tiny_qwen: P
     stop = tokenizer.encode(CALLED)
     assert tokenizer.decode(box.framed(stop, [("calculator", "42")])) == END + FRAME.format("42")
     assert tokenizer.decode(box.framed([*stop, tokenizer.eos_token_id], [("", "42")])) == FRAME.format("42")
+
+
+def test_every_turn_has_the_options_of_the_template(tiny_qwen: Path, tmp_path: Path, tokenizer: Any) -> None:
+    box = toolbox(thinking_model(tiny_qwen, tmp_path / "model"), options={"enable_thinking": False})
+    assert tokenizer.decode(box.framed([tokenizer.eos_token_id], [("", "42")])) == FRAME.format("42") + THOUGHT
+    engine = ScriptedRollout(box.tokenizer, by_turn(CALLED, ANSWERED))
+    batch = converse(engine, box, prompts_of(box.tokenizer))
+    assert tokenizer.decode(engine.asked[0, 0, 0]).endswith(THOUGHT)
+    assert tokenizer.decode(engine.asked[0, 0, 1]).endswith(THOUGHT)
+    assert parts(batch, tokenizer)[2] == FRAME.format("42") + THOUGHT
 
 
 def test_a_tool_cannot_leave_its_frame(tiny_qwen: Path, tokenizer: Any) -> None:
