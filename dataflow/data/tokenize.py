@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.errors import ConfigError, ModelError
-from dataflow.models.tokenizer import load_tokenizer
+from dataflow.errors import ModelError
+from dataflow.models.tokenizer import load_tokenizer, with_options
 
 DESCRIBED = "tools_described"
 """Set in the meta of a batch of prompts whose token ids already describe the tools."""
@@ -33,24 +31,6 @@ def load_chat_tokenizer(path: str, options: Mapping[str, Any] | None = None) -> 
     if not tokenizer.chat_template:
         raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
     return with_options(tokenizer, options)
-
-
-def with_options(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
-    """Returns the tokenizer, which now renders with these options of its chat template.
-
-    Raises:
-        ConfigError: an option is an argument that the run itself gives.
-    """
-    if not options:
-        return tokenizer
-    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents", "kwargs"}
-    if taken := sorted(own.intersection(options)):
-        raise ConfigError(
-            f"data.apply_chat_template_kwargs.{taken[0]}: the run itself says how a chat is rendered; give only what "
-            "the model's chat template reads, such as enable_thinking."
-        )
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
-    return tokenizer
 
 
 def check_same_tokens(actor: str, other: str, key: str) -> None:

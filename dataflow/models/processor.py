@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.data.tokenize import with_options
 from dataflow.errors import ModelError
+from dataflow.models.tokenizer import with_options
 
 VISION = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", "Qwen2VLProcessor", "Qwen2VLModel"),
@@ -37,7 +37,7 @@ class Processor:
 
     Args:
         path: of the model's directory.
-        options: of its chat template; see :func:`~dataflow.data.tokenize.with_options`.
+        options: of its chat template; see :func:`~dataflow.models.tokenizer.with_options`.
 
     Raises:
         ModelError: it has no processor, or its processor has no chat template.
