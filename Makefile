@@ -21,10 +21,10 @@ FILES_APART := --dist loadfile --no-loadscope-reorder
 
 # The tests start hundreds of processes that import the package: it is compiled once, not in each of them, even where
 # the environment forbids to write bytecode.
-test test-fast: export PYTHONDONTWRITEBYTECODE :=
+test test-fast contract: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install browser train test gpu-check test-fast check format compare bench docs clean
+.PHONY: help setup install browser train test contract gpu-check test-fast check format compare bench docs clean
 
 ifeq ($(filter cpu gpu,$(EXTRA)),)
 $(error EXTRA=$(EXTRA): give cpu or gpu)
@@ -85,6 +85,9 @@ browser: setup  ## a Chromium for the tests of the timeline's page, where there 
 
 test: setup browser  ## all tests, and which took longest
 	$(BIN)/python -m pytest -q -n $(PARALLEL) $(FILES_APART) --durations=20 --durations-min=5 $(ARGS)
+
+contract: setup  ## what must not change, by the command line, public names and files alone; part of `make test`
+	$(BIN)/python -m pytest -q -n $(PARALLEL) $(FILES_APART) --confcutdir=tests/contract tests/contract $(ARGS)
 
 gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measure
 	$(BIN)/python -m pytest -q -rs tests/project/test_cuda.py tests/engines/test_gpu.py $(ARGS)
