@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import os
+import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from dataflow.system.secrets.redaction import redact
@@ -24,6 +27,17 @@ ERROR_S = 0.3
 
 _QUOTED = 1000  # characters of a server's text that are searched for secrets before it is shortened
 PACKED = ("gzip", "x-gzip", "deflate")
+_LOAD = ((429, r"rate.?limit|too.?many|throttl|exhausted|quota"), (503, r"overload|unavailable|capacity|busy"))
+_MEANT = (
+    *_LOAD,
+    (504, r"time.?out|timed.?out|deadline"),
+    (500, r"internal|server.?error"),
+    (401, r"auth|api.?key|permission"),
+    (404, r"not.?found"),
+    (400, r"invalid|bad.?request|context.?length|content|too.?long"),
+)
+"""What providers write in place of a status, and the status that it stands for; the first match counts."""
+_WAITS = ("Retry-After", "retry-after", "retry_after", "retry_after_seconds")
 
 
 def may_pass(status: int) -> bool:
@@ -79,6 +93,70 @@ def short(text: str) -> str:
     if not line.isprintable():
         line = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
     return line if len(line) <= 200 else line[:197] + "..."
+
+
+def message_in(text: str) -> str:
+    """Returns the message in the JSON of an error, as vLLM, SGLang and FastAPI write it, or the text if it has none."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    return found if isinstance(found, str) else text
+
+
+@dataclass(frozen=True)
+class ErrorWithin:
+    """An error in a body of status 200; ``status`` is the one it stands for, None if unknown."""
+
+    status: int | None
+    message: str
+    wait_s: float
+
+
+def error_within(answer: Any, headers: Mapping[str, Any]) -> ErrorWithin | None:
+    """Returns the error that stands in a body of status 200, as proxies and providers of several models send it.
+
+    Args:
+        answer: the JSON. Its ``error``, or that of its first choice, is one unless it is empty, and so is all of a body
+            without choices that calls itself an error.
+        headers: of the reply.
+
+    >>> error_within({"error": {"code": "rate_limit_exceeded", "message": "later"}}, {"Retry-After": "7"})
+    ErrorWithin(status=429, message='later', wait_s=7.0)
+    """
+    body = answer[0] if isinstance(answer, list) and answer else answer
+    if not isinstance(body, Mapping):
+        return None
+    choices = body.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
+    found = body.get("error") or first.get("error")
+    if not found and (choices or body.get("object") != "error"):
+        return None
+    error = found if isinstance(found, Mapping) else body
+    if found is error and not any(error.values()):
+        return None
+    message = message_in(json.dumps({"error": found or body}))
+    codes = [error.get(name) for name in ("code", "status", "status_code", "type", "error_type")]
+    words = " ".join(code for code in codes if isinstance(code, str))
+    status = (
+        next((code for code in map(_status, codes) if code), None) or _meant(words, _MEANT) or _meant(message, _LOAD)
+    )
+    more = error.get("metadata")
+    places = [headers, *(place for place in (error, more) if isinstance(place, Mapping))]
+    asked = [str(place.get(name, "")) for place in places for name in _WAITS]
+    return ErrorWithin(status, message, max(wait_asked(each, str(headers.get("Date", ""))) for each in asked))
+
+
+def _status(code: Any) -> int | None:
+    number = int(code) if isinstance(code, str) and code.isascii() and code.isdigit() and len(code) == 3 else code
+    return number if type(number) is int and 400 <= number <= 599 else None
+
+
+def _meant(words: str, table: Sequence[tuple[int, str]]) -> int | None:
+    return next((status for status, pattern in table if re.search(pattern, words, re.IGNORECASE)), None)
 
 
 def encoding_of(headers: Mapping[str, Any] | None) -> str:

@@ -18,9 +18,11 @@ GROUPS = range(30)
 
 # The mode of the server, the error, its fix, and whether another try may help.
 REPLIES = [
-    ("none", "has 0 lines 'Score: <number>', not one", "replies with one line 'Score: <0..1>'", True),
-    ("nan", "has 0 lines 'Score: <number>', not one: 'Score: nan'", "replies with one line", True),
-    ("prose", "not one: 'I like this response a lot.'", "replies with one line", True),
+    ("none", "has 0 lines 'Score: <number>', not one", "replies with one line 'Score: <0..1>'", False),
+    ("nan", "has 0 lines 'Score: <number>', not one: 'Score: nan'", "replies with one line", False),
+    ("prose", "not one: 'I like this response a lot.'", "replies with one line", False),
+    ("error:429:0", "answered 429 in a reply of status 200: misbehaves on command", "lower reward.rpm", True),
+    ("error:400", "answered 400 in a reply of status 200: misbehaves on command", "what the server objects to", False),
     ("half_json", "sent broken JSON", "see that the judge at judge.url is up", True),
     ("reset", "", "see that the judge at judge.url is up and can be reached", True),
     ("huge", "sent a reply of over 4,194,304 bytes, which was not read", "judge.max_reply_bytes", False),

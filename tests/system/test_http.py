@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dataflow.system.http import beginning_of_error, reason
+from dataflow.system.http import beginning_of_error, message_in, reason
 
 
 async def _pieces() -> AsyncIterator[bytes]:
@@ -34,3 +34,18 @@ def test_an_odd_character_set_does_not_hide_the_error(charset: str) -> None:
 )
 def test_why_a_connection_failed_is_a_few_words(error: OSError, words: str) -> None:
     assert reason(error) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"error": {"message": "too long", "code": 400}}', "too long"),
+        ('{"error": "Unauthorized"}', "Unauthorized"),
+        ('{"detail": "Not Found"}', "Not Found"),
+        ('{"success": false, "message": "no such file"}', "no such file"),
+        ("<html>", "<html>"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_the_message_of_an_error(text: str, said: str) -> None:
+    assert message_in(text) == said

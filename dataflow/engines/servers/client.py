@@ -15,7 +15,9 @@ from dataflow.system.http import (
     THROTTLED,
     beginning_of_error,
     encoding_of,
+    error_within,
     may_pass,
+    message_in,
     reason,
     short,
     wait_asked,
@@ -122,7 +124,11 @@ class Client:
                     raise ServerError(f"{what} answered {reply.status}: {message}", status=reply.status, wait_s=wait_s)
                 raw = await _whole(what, reply, most_bytes)
                 # Of a long reply the decoding would block the event loop.
-                return _decoded(what, raw) if len(raw) < _LONG_BYTES else await asyncio.to_thread(_decoded, what, raw)
+                got = _decoded(what, raw) if len(raw) < _LONG_BYTES else await asyncio.to_thread(_decoded, what, raw)
+                if (error := error_within(got, reply.headers)) is not None:
+                    message = f"{what} answered {error.status or 'an error'} in a reply of status 200: {error.message}"
+                    raise ServerError(message, status=error.status, wait_s=error.wait_s)
+                return got
         except aiohttp.ConnectionTimeoutError:
             failure = ServerError(f"{what}: no connection within {min(CONNECT_S, limit):g} s")
         except TimeoutError:
@@ -207,15 +213,3 @@ def _decoded(what: str, raw: bytes) -> Any:
     except (ValueError, RecursionError):
         text = raw[:200].decode(errors="replace")
     raise ServerError(f"{what} sent broken JSON: {text}")
-
-
-def message_in(text: str) -> str:
-    """Returns the message in the JSON of an error, as vLLM, SGLang and FastAPI write it, or the text if it has none."""
-    try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    for name in ("error", "message", "detail"):
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-    return found if isinstance(found, str) else text

@@ -99,12 +99,9 @@ class AiohttpChat:
                 if reply.status != 200:
                     text = await beginning_of_error(reply.content.iter_any(), reply.headers, self._timeout)
                     raise refused(url, reply.status, reply.headers, text)
-                length = reply.content_length
-                if length is None or "Content-Encoding" in reply.headers:
-                    return await whole(url, reply.content.iter_any(), self._max_bytes, reply.headers)
-                if length > self._max_bytes:
+                if (reply.content_length or 0) > self._max_bytes:
                     raise overlong(url, self._max_bytes)
-                return await reply.read()
+                return await whole(url, reply.content.iter_any(), self._max_bytes, reply.headers)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             failure = broken(url, error, self._timeout)
         raise failure

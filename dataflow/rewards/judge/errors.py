@@ -6,13 +6,12 @@ echoes gets out.
 
 from __future__ import annotations
 
-import json
 import ssl
 from collections.abc import Mapping
 from typing import Any
 
 from dataflow.rewards.retry import read_retry_after
-from dataflow.system.http import may_pass, short
+from dataflow.system.http import error_within, may_pass, message_in, short
 from dataflow.system.secrets.redaction import redact
 
 CONNECT_S = 30.0
@@ -100,27 +99,28 @@ def overlong(url: str, max_bytes: int) -> JudgeError:
     return JudgeError(f"{url} sent a reply of over {max_bytes:,} bytes, which was not read", retry=False, fix=fix)
 
 
-def refused(url: str, status: int, headers: Mapping[str, Any], text: str) -> JudgeError:
-    """Returns the error for a status other than 200, given the text of the reply."""
-    again = may_pass(status)
-    fix = _FIXES.get(status, "see the log of the server at judge.url" if again else "see what the server says")
-    if 300 <= status < 400:
+def refused(url: str, status: int | None, headers: Mapping[str, Any], text: str, within: str = "") -> JudgeError:
+    """Returns the error for a status other than 200, given the text of the reply and where the status stood."""
+    again = status is None or may_pass(status)
+    fix = _FIXES.get(status or 0, "see the log of the server at judge.url" if again else "see what the server says")
+    if 300 <= (status or 0) < 400:
         fix = (
             f"set judge.url to the address that it redirects to: {short(str(headers.get('Location', 'it names none')))}"
         )
     elif any(words in text for words in _PLAIN_TO_TLS):
         fix = _TLS
     wait_s = read_retry_after(headers) or None
-    message = f"{url} answered {status}: {short(_message_in(text)) or 'without a message'}"
+    message = f"{url} answered {status or 'an error'}{within}: {short(message_in(text)) or 'without a message'}"
     return JudgeError(message, status=status, retry=again, retry_after=wait_s, fix=fix)
 
 
-def _message_in(text: str) -> str:
-    """Returns the message in the JSON of an error, or the text if it is not JSON."""
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return text
+def refused_within(url: str, answer: Any, headers: Mapping[str, Any]) -> JudgeError | None:
+    """Returns the error that a reply of status 200 holds, as if its status were that of the reply."""
+    found = error_within(answer, headers)
+    if found is None:
+        return None
+    asked = {"Retry-After": str(found.wait_s)}
+    return refused(url, found.status, asked, found.message, " in a reply of status 200")
 
 
 def broken(url: str, error: BaseException, timeout: float | None) -> JudgeError:

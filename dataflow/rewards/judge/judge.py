@@ -1,7 +1,8 @@
 """Judge: an LLM behind the OpenAI chat API that grades a response against the reference answer.
 
-A reply is accepted only if it holds exactly one score within the range; anything else is an error, never a score. One
-call of ``compute_score`` is one request: the agent retries, times out and limits the rate.
+A reply is accepted only if it holds exactly one score within the range, behind its thinking; anything else is an error,
+never a score, and is asked for again only if it may come out differently. One call of ``compute_score`` is one request:
+the agent retries, times out and limits the rate.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
 from dataflow.rewards.judge.chat import Chat, make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
+from dataflow.rewards.judge.reply import BROKEN_OFF, Reply, read
 from dataflow.rewards.limits.router import Router, Routing
 from dataflow.system.address import without_login
 from dataflow.system.http import short
@@ -38,6 +40,9 @@ _SCORE = re.compile(SCORE_LINE, _FLAGS)
 _LINE_END = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 _ASCII = str.maketrans("\u2212\uff0e", "-.")  # float() does not accept these; it does accept all digits
 _EXPLANATION = 2000  # characters
+_CUT_FIXES = dict.fromkeys(
+    ("length", "max_tokens"), "raise judge.max_tokens_reply: the reply was truncated at that limit, or at the server's"
+) | {"content_filter": "use a judge whose content filter lets the responses pass"}
 
 
 class Judge:
@@ -125,7 +130,7 @@ class Judge:
         self._pattern, self._low, self._high = _score_rule(score_pattern, score_range)
         self._width = self._high - self._low if normalize else 0.0
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens_reply}
-        self._head, self._reply_tokens = _head({k: v for k, v in body.items() if v is not None}, options)
+        self._head, self._reply_tokens, self._repeats = _head({k: v for k, v in body.items() if v is not None}, options)
         self._budget = Budget(max_tokens, max_cost, price_per_million)
         key = key_of(api_key_env, "judge.api_key_env")
         if key and any(logins):
@@ -159,19 +164,26 @@ class Judge:
         if self._system is not None:
             chat.insert(0, {"role": "system", "content": self._system.fill(values)})
         url, raw = await self._send(f"{self._head}{json.dumps(chat)}}}".encode())
-        content, usage, cut = _read_reply(url, raw)
-        text = content if isinstance(content, str) else ""
-        tokens = self._budget.count(usage, sum(len(turn["content"]) for turn in chat), len(text))
+        reply = read(url, raw)
+        tokens = self._budget.count(reply.usage, sum(len(turn["content"]) for turn in chat), reply.characters)
         try:
-            score = parse_score(content, self._pattern, self._low, self._high)
+            score = self._score(reply)
         except JudgeError as error:
-            if cut:
-                error.fix = "raise judge.max_tokens_reply: the reply was truncated at that limit"
+            error.retry = not self._repeats or reply.cut in BROKEN_OFF
+            error.fix = _CUT_FIXES.get(reply.cut, error.fix)
             raise
         if self._width:
             score = (score - self._low) / self._width
-        columns: dict[str, Any] = {"score": score, "explanation": _shortened(text)}
+        columns: dict[str, Any] = {"score": score, "explanation": _shortened(reply.text or "")}
         return columns if tokens is None else {**columns, "tokens": tokens}
+
+    def _score(self, reply: Reply) -> float:
+        if reply.text is None:
+            only = f", only {reply.instead}" if reply.instead else ""
+            cut = f", and ended by '{reply.cut}'" if reply.cut else ""
+            fix = "see what came in its place; if the judge thinks longer than it may, raise judge.max_tokens_reply"
+            raise JudgeError(f"the judge's reply has no answer{only}{cut}", fix=fix if only else None)
+        return parse_score(reply.text, self._pattern, self._low, self._high, reply.cut)
 
     async def _send(self, body: bytes) -> tuple[str, bytes]:
         """Returns the address of the server that was called, and its reply."""
@@ -234,8 +246,8 @@ def _score_rule(pattern: str, limits: Sequence[float]) -> tuple[re.Pattern[str],
     return compiled, float(limits[0]), float(limits[1])
 
 
-def _head(body: Mapping[str, Any], options: Mapping[str, Any] | None) -> tuple[str, int | None]:
-    """Returns the request body up to its messages, and the limit of its reply in tokens."""
+def _head(body: Mapping[str, Any], options: Mapping[str, Any] | None) -> tuple[str, int | None, bool]:
+    """Returns the request body up to its messages, the limit of its reply, and whether a reply comes out the same."""
     taken = {"messages", "stream"}.intersection(options or {})
     if taken:
         raise ConfigError(f"judge.options may not contain '{min(taken)}': the judge sets it.")
@@ -245,26 +257,8 @@ def _head(body: Mapping[str, Any], options: Mapping[str, Any] | None) -> tuple[s
     except (TypeError, ValueError) as error:
         raise ConfigError(f"judge.options={options} cannot be sent as JSON: {error}.") from error
     limit = whole.get("max_completion_tokens") or whole.get("max_tokens")
-    return f'{text[:-1]}, "messages": ', limit if isinstance(limit, int) else None
-
-
-def _read_reply(url: str, raw: bytes) -> tuple[Any, Any, bool]:
-    """Returns the content, the usage and whether the reply was truncated at its limit."""
-    try:
-        answer = json.loads(raw)
-        choice = answer["choices"][0]
-        return choice["message"]["content"], answer.get("usage"), choice.get("finish_reason") == "length"
-    except (ValueError, RecursionError) as error:
-        text = short(f"{type(error).__name__}: {error}")
-        failure = JudgeError(f"{url} sent broken JSON, {text}: '{_beginning(raw)}'")
-    except (LookupError, TypeError, AttributeError):
-        message = f"{url} answered without choices[0].message.content: {_beginning(raw)}"
-        failure = JudgeError(message, fix="see that judge.url is an OpenAI-style chat server")
-    raise failure  # not from the error, which holds the unredacted reply
-
-
-def _beginning(raw: bytes) -> str:
-    return short(raw[:1000].decode(errors="replace"))
+    repeats = whole.get("temperature") == 0 or whole.get("seed") is not None
+    return f'{text[:-1]}, "messages": ', limit if isinstance(limit, int) else None, repeats
 
 
 def _shortened(text: str) -> str:
@@ -272,34 +266,42 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _EXPLANATION else text[: _EXPLANATION - 3] + "..."
 
 
-def parse_score(content: Any, pattern: re.Pattern[str] = _SCORE, low: float = 0.0, high: float = 1.0) -> float:
+def parse_score(
+    content: str, pattern: re.Pattern[str] = _SCORE, low: float = 0.0, high: float = 1.0, cut: str = ""
+) -> float:
     """Returns the score in a reply.
 
     Args:
-        content: of the reply.
+        content: of the reply, without thinking.
         pattern: regular expression with one group.
         low, high: the valid range.
+        cut: why the reply ended early, if it did. Then only a score in its first line counts, if that is complete:
+            the rest of the reply might have changed it.
 
     Raises:
-        JudgeError: there is not exactly one match, or it is not a number within the range.
+        JudgeError: there is not exactly one match, it is not a number within the range, or it may not be the last.
 
     >>> parse_score("The sum is right.\\n**Score:** 1")
     1.0
     """
     # Models and servers use any line ending; the pattern matches "\n" only.
-    text = _LINE_END.sub("\n", content).removeprefix("\ufeff") if isinstance(content, str) else ""
-    found = pattern.findall(text)
+    text = _LINE_END.sub("\n", content).removeprefix("\ufeff")
+    found = list(pattern.finditer(text))
     # Not "is": re.compile() may return another object for the same pattern.
     ours = pattern == _SCORE
     what = "lines 'Score: <number>'" if ours else f"matches of judge.score_pattern={pattern.pattern}"
-    quoted = f"'{short(str(content))}'"
+    quoted = f"'{short(content)}'"
     fix = None if ours else "see that judge.template asks for what judge.score_pattern finds"
     if len(found) != 1:
         raise JudgeError(f"the judge's reply has {len(found)} {what}, not one: {quoted}", fix=fix)
+    number = found[0][1] or ""
+    before, after = text[: text.rfind("\n", 0, found[0].end()) + 1], text[found[0].end(1) :]
+    if cut and (before.strip() or not after.strip(" \t.")):
+        raise JudgeError(f"the judge's reply ended by '{cut}' before its score was sure: {quoted}", fix=fix)
     try:
-        score = float(found[0].translate(_ASCII))
+        score = float(number.translate(_ASCII))
     except ValueError as error:
-        raise JudgeError(f"the judge's score '{short(found[0])}' is not a number: {quoted}", fix=fix) from error
+        raise JudgeError(f"the judge's score '{short(number)}' is not a number: {quoted}", fix=fix) from error
     if not low <= score <= high:
         raise JudgeError(f"the judge's score {score:g} is outside {low:g}..{high:g}: {quoted}", fix=fix)
     return score

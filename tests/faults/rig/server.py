@@ -44,6 +44,7 @@ MODES = {
     "reset": "the first half of the body, then a reset of the connection",
     "huge": "a body of 50 MB, its length unsaid; huge:sized says it",
     "status": "status:CODE[:RETRY_AFTER], an error of that status",
+    "error": "error:CODE[:RETRY_AFTER], that error in a body of status 200",
     "hang": "no answer, ever",
     "echo": "echo:HOW, sends the request's Authorization back: a STATUS, score, prose, no_json, header or mixed",
     "late": "late:SECONDS, a score after so many seconds",
@@ -179,6 +180,14 @@ async def _status(request: web.Request, body: dict[str, Any], what: str) -> web.
     return web.json_response({"error": {"message": "misbehaves on command"}}, status=int(code), headers=headers)
 
 
+async def _error(request: web.Request, body: dict[str, Any], what: str) -> web.StreamResponse:
+    from aiohttp import web
+
+    code, _, after = what.partition(":")
+    headers = {"Retry-After": after} if after else None
+    return web.json_response({"error": {"code": int(code), "message": "misbehaves on command"}}, headers=headers)
+
+
 async def _hang(request: web.Request, body: dict[str, Any], _rest: str) -> web.StreamResponse:
     await asyncio.Event().wait()
     raise AssertionError("nobody sets the event")
@@ -220,6 +229,7 @@ ANSWERS: dict[str, Callable[[web.Request, dict[str, Any], str], Awaitable[web.St
     "reset": _reset,
     "huge": _huge,
     "status": _status,
+    "error": _error,
     "hang": _hang,
     "echo": _echo,
     "late": _late,

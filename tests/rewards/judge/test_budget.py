@@ -125,6 +125,14 @@ def test_thoughts_that_are_only_in_the_total_count_as_reply() -> None:
     assert (budget.prompt_tokens, budget.completion_tokens) == (10, 105)
 
 
+def test_the_thinking_of_a_server_that_states_no_tokens_is_counted() -> None:
+    chat = Canned("Score: 1", None)
+    chat.raw = chat.raw.replace(b'"content"', b'"reasoning": "%s", "content"' % (b"a" * 400))
+    judge = Judge("http://h", client=chat)
+    asyncio.run(call(judge, 1))
+    assert judge.usage()["completion_tokens"] == 102
+
+
 def test_a_reply_is_taken_to_be_as_long_as_those_before() -> None:
     budget = Budget(None, None, None)
     assert budget.reply_tokens() > 0

@@ -218,7 +218,7 @@ def test_chat_is_a_judge_with_the_keys_of_its_prompt() -> None:
         ({"text": "x" * (5 << 20)}, {"kind": "chat"}, "bytes", r"there, and set \S+\.prompt\.max_tokens_reply$", False),
         (score(math.nan), {}, "a score that is nan", r"reward\.models\.rm\.dtype", False),
         ({"status": 404}, {"kind": "chat"}, "answered 404", r"correct reward\.models\.rm\.url or reward", False),
-        (score(7.0), {"kind": "chat"}, "Score: 7", r"'Score: <0\.\.1>'", True),
+        (score(7.0), {"kind": "chat"}, "Score: 7", r"'Score: <0\.\.1>'", False),
     ],
 )
 def test_errors_name_the_server_and_the_keys_of_the_model(
