@@ -81,6 +81,7 @@ class Runner:
         self._unrecorded: tuple[Task, TaskId | None, Done] | None = None
         self._states = {name: executor.put(value) for name, value in self._restored.states.items()}
         self._metrics: dict[int, dict[str, list[float]]] = {}
+        self._done: set[int] = set()  # steps that were reported, and have optional tasks left
         self._origin = origin
         self._failure: BaseException | None = None
 
@@ -95,7 +96,9 @@ class Runner:
         except BaseException:
             # An interrupt, an input that cannot be read, a callback that raised: no task may keep running.
             self.stop()
+            self._report_late()
             raise
+        self._report_late()
         if self._failure is not None:
             raise self._failure
         return self.trace
@@ -287,8 +290,10 @@ class Runner:
         for instruction in instructions:
             match instruction:
                 case StepDone(step=step):
+                    self._done.add(step)
                     self._report_step(step, self._metrics.pop(step, {}))
                 case Release(step=step):
+                    self._done.discard(step)
                     if late := self._metrics.pop(step, None):
                         self._report_step(step, late)
                     self._parts.release(step)
@@ -307,6 +312,11 @@ class Runner:
             self._newest = step
             read = (item for task in self.graph.unroll(step) for item in task.inputs)
             self._inputs.fetch_ahead(step, {i.field for i in read if not i.sources and not i.state})
+
+    def _report_late(self) -> None:
+        """Reports what ended after its step, of steps that have other tasks left: the run ends before they do."""
+        for step in sorted(self._done & self._metrics.keys()):
+            self._report_step(step, self._metrics.pop(step))
 
     def _report_step(self, step: int, metrics: Mapping[str, list[float]]) -> None:
         if self._on_step is not None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from dataflow.batch import Batch
-from dataflow.errors import DataflowError, PipelineError
+from dataflow.errors import DataflowError, PipelineError, StageFailed
 from dataflow.executors.base import Chunk, Done
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Carried, Latest, Pipeline, TaskGraph, TaskId, stage
@@ -390,6 +390,33 @@ def test_each_step_is_reported_once_in_order():
     told: list[int] = []
     run(grpo(preset("both", 4), 7), on_step=lambda step, metrics: told.append(step))
     assert told == list(range(1, 8))
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_ended_late_is_reported_though_the_run_ends_before_the_rest_of_its_step(interrupted):
+    from dataflow.executors.inline import InlineExecutor
+
+    async def score(actor, *, task):
+        task.log({"val": 0.5})
+
+    async def write(actor, scores):
+        if interrupted:
+            raise asyncio.CancelledError
+        raise ValueError("disk")
+
+    stages = [
+        stage(writes="actor", on="gpu")(lambda prompts: 1).bind(name="train"),
+        stage(writes="scores", on="reward", role="validates")(score).bind(every=1),
+        stage(on="io")(write).bind(every=1),
+    ]
+    told: list[tuple[int, dict[str, float]]] = []
+    with pytest.raises((StageFailed, asyncio.CancelledError)):
+        run(
+            expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(), 1),
+            InlineExecutor(),
+            on_step=lambda step, metrics: told.append((step, metrics)),
+        )
+    assert told == [(1, {}), (1, {"val": 0.5})]
 
 
 def test_tasks_start_before_the_one_that_they_waited_for_is_recorded():

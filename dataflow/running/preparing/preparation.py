@@ -26,8 +26,8 @@ from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.preparing.prompts import Prompts
 from dataflow.running.preparing.toy import toy_settings
+from dataflow.running.reporting.dashboards import check_backends
 from dataflow.running.reporting.progress import Progress
-from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import REWARD, check_engine
 from dataflow.running.services.nodes import check_nodes
 from dataflow.running.services.servers import check_rollout_servers, check_weights_directory

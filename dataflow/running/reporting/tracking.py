@@ -1,34 +1,26 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, the other backends of verl's Tracking (wandb, ...), and summary.json.
+"""Metrics of a run: metrics.jsonl, the dashboards that show it, and summary.json.
 
 metrics.jsonl is written first and flushed after each step, so that it has all finished steps of a killed run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from dataflow.errors import ConfigError, nearest
 from dataflow.files import replaced, written
-from dataflow.running.reporting.run_ids import RunIds
-from dataflow.running.reporting.tensorboard import TensorBoard
-from dataflow.system.children import safe_path
+from dataflow.running.reporting.dashboards import Dashboards, Row
+from dataflow.running.reporting.run_ids import FILE as IDS
 from dataflow.timeline.agents import causes_of
 from dataflow.timeline.causes.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Trace, covered
 from dataflow.usercode.numeric import finite
-
-if TYPE_CHECKING:
-    from verl.utils.tracking import Tracking
 
 # verl's names for stages with a role; any other stage keeps its own name.
 TIMINGS = {"samples": "gen", "trains": "update_actor"}
@@ -39,40 +31,8 @@ _TAKEN = {*TIMINGS.values(), *FIELDS.values(), "testing", "reward", "step"}
 """What follows ``timing_s/`` in a name that means one thing, whatever the stages are called."""
 
 METRICS = "metrics.jsonl"
-_TENSORBOARD, _LOGGED = "tensorboard", "verl.jsonl"
-_LOCAL = frozenset({"tensorboard", "file", "console"})
-"""Backends that write to this machine alone."""
-
-_PACKAGES = ("clearml", "mlflow", "swanlab", "trackio", "wandb")
-"""Backends that are packages of the same name."""
-# For each backend: the variable of its key; the variable that disables it, with the value; files that may contain a
-# key, and a word that they then contain.
-_KEYS: dict[str, tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]]] = {
-    "wandb": (
-        "WANDB_API_KEY",
-        "WANDB_MODE",
-        ("offline", "disabled", "dryrun", "shared"),
-        (
-            ("$NETRC", "machine"),
-            ("~/.netrc", "machine"),
-            ("~/_netrc", "machine"),
-            ("~/.config/wandb/settings", "mode"),
-            ("wandb/settings", "mode"),
-        ),
-    ),
-    "swanlab": (
-        "SWANLAB_API_KEY",
-        "SWANLAB_MODE",
-        ("local", "offline", "disabled"),
-        (("~/.swanlab/.netrc", "password"),),
-    ),
-    "clearml": (
-        "CLEARML_API_ACCESS_KEY",
-        "CLEARML_OFFLINE_MODE",
-        ("1", "true"),
-        (("~/clearml.conf", "access_key"),),
-    ),
-}
+CUT = "metrics.cut.jsonl"
+"""File with the rows that resumes cut off from ``metrics.jsonl``, each with its number in the order of logging."""
 
 
 class Tracker:
@@ -102,30 +62,27 @@ class Tracker:
         self.directory = Path(directory)
         with self._written():
             self.directory.mkdir(parents=True, exist_ok=True)
-            rows = None if upto is None else self._cut(upto)
-            ids = RunIds(self.directory, backends, resumes=upto is not None)
-            self._backends = _opened(self.directory, list(backends), project, name, dict(config or {}), ids)
-            ids.keep()
+            kept, cut = ([], []) if upto is None else self._cut(upto)
+            self._dashboards = Dashboards(
+                self.directory, backends, project, name, config or {}, None if upto is None else (kept, cut)
+            )
             # Append, so that a resumed run continues the file.
             self._file: IO[str] | None = (self.directory / METRICS).open("a", encoding="utf-8")
-            if rows is not None and self._backends and _LOCAL.issuperset(backends):
-                for row in rows:
-                    self._show(row["step"], row)
+            self._number = len(kept) + len(cut)
 
-    def _cut(self, upto: int) -> list[dict[str, Any]]:
-        """Removes rows of later steps, and the files of local backends; returns the rows to fill these again."""
-        rows = [row for row in read_metrics(self.directory / METRICS) if row["step"] <= upto]
+    def _cut(self, upto: int) -> tuple[list[Row], list[Row]]:
+        """Moves the rows of later steps into a file of their own; returns the rows that stay, and all in that file."""
+        cut = [Row(row.pop("number"), row.pop("step"), row) for row in read_metrics(self.directory / CUT)]
+        taken = {row.number for row in cut}
+        numbers = (number for number in count() if number not in taken)
+        rows = [Row(next(numbers), row.pop("step"), row) for row in read_metrics(self.directory / METRICS)]
+        kept, late = [row for row in rows if row.step <= upto], [row for row in rows if row.step > upto]
+        if (self.directory / IDS).exists():  # a service has them
+            with (self.directory / CUT).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"number": row.number, **row.line}) + "\n" for row in late)
         with replaced(self.directory / METRICS) as temporary:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        shutil.rmtree(self.directory / _TENSORBOARD, ignore_errors=True)
-        (self.directory / _LOGGED).unlink(missing_ok=True)
-        return rows
-
-    def _show(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Sends a row to the backends, which take numbers alone; TensorBoard raises on anything else."""
-        taken = {k: v for k, v in numbers.items() if isinstance(v, int | float) and k != "step"}
-        for backend in self._backends:
-            backend.log(taken, step)
+            temporary.write_text("".join(json.dumps(row.line) + "\n" for row in kept), encoding="utf-8")
+        return kept, [*cut, *late]
 
     def _written(self) -> AbstractContextManager[None]:
         return written("metrics of the run", self.directory)
@@ -144,9 +101,10 @@ class Tracker:
             raise ValueError(f"metrics of step {step}: the tracker is closed.")
         numbers = finite(metrics)
         with self._written():
-            self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
+            row, self._number = Row(self._number, step, numbers), self._number + 1
+            self._file.write(json.dumps(row.line, allow_nan=False) + "\n")
             self._file.flush()
-            self._show(step, numbers)
+            self._dashboards.show(row)
 
     def close(self, exit_code: int = 0) -> None:
         """Flushes and closes everything; a second call does nothing.
@@ -158,115 +116,19 @@ class Tracker:
             RunError: buffered data cannot be written.
         """
         file, self._file = self._file, None
-        backends, self._backends = self._backends, []
+        if file is None:
+            return
         with self._written():
             try:
-                if file is not None:
-                    file.close()
+                file.close()
             finally:
-                with contextlib.ExitStack() as closing:
-                    for backend in backends:  # closed here, as verl's __del__ would fail at interpreter exit
-                        closing.callback(backend.finish, exit_code=exit_code)
+                self._dashboards.close(self._number, exit_code)
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(exit_code=0 if kind is None else 1)
-
-
-def _opened(
-    directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any], ids: RunIds
-) -> list[Tracking | TensorBoard]:
-    found: list[Tracking | TensorBoard] = []
-    if others := [backend for backend in backends if backend != _TENSORBOARD]:
-        found.append(_open(directory, others, project, name, config, ids))
-    if len(others) < len(backends):
-        found.append(TensorBoard(directory / _TENSORBOARD))
-    return found
-
-
-def _open(
-    directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any], ids: RunIds
-) -> Tracking:
-    """Opens verl's backends. Imports verl, which takes seconds."""
-    from verl.utils.tracking import Tracking
-
-    for backend in backends:
-        if backend not in Tracking.supported_backend:
-            known = Tracking.supported_backend
-            raise ConfigError(
-                f"tracking.backends: no backend '{backend}'{nearest(backend, known)} (there are {', '.join(known)})."
-            )
-    # verl's wandb backend always reads config["trainer"].
-    config = {**config, "trainer": config.get("trainer") or {}}
-    if ids.knows("mlflow"):
-        config = {"trainer": {}}  # it has the parameters, and refuses one that has changed, such as more steps
-    places = {
-        "VERL_FILE_LOGGER_PATH": str(directory / _LOGGED),
-        **ids.variables,
-    }
-    # These print where they write; others hook into sys.stdout, which must then be the real one.
-    quiet = contextlib.redirect_stdout(io.StringIO()) if _LOCAL.issuperset(backends) else contextlib.nullcontext()
-    try:
-        with _environment(places), safe_path(), quiet:
-            return Tracking(project, name, default_backend=backends, config=config)
-    except ImportError as error:
-        raise ConfigError(
-            f"tracking.backends={backends}: {error}; install the package, or take the backend out."
-        ) from error
-    # If a service refuses a key or cannot be reached, its package raises errors of its own.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-        raise ConfigError(
-            f"tracking.backends={backends}: cannot be opened ({reason}); check the key, or take the backend out."
-        ) from error
-
-
-def check_backends(backends: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Checks that each backend's package is installed, and that it has a key if it needs one. Imports none of them.
-
-    Raises:
-        ConfigError: a package or a key is missing.
-    """
-    for backend in backends:
-        if backend in _PACKAGES and importlib.util.find_spec(backend) is None:
-            raise ConfigError(
-                f"tracking.backends: '{backend}' needs the package {backend}, which is not installed; run "
-                f"pip install {backend}, or take the backend out."
-            )
-        if backend not in _KEYS:
-            continue
-        variable, switch, off, files = _KEYS[backend]
-        if environment.get(variable) or environment.get(switch, "").lower() in off:
-            continue
-        if not any(_names_key(Path(os.path.expandvars(file)).expanduser(), word) for file, word in files):
-            raise ConfigError(
-                f"tracking.backends: '{backend}' has no API key; set {variable}, or {switch}={off[0]} to track without "
-                "an account, or take the backend out."
-            )
-
-
-def _names_key(file: Path, word: str) -> bool:
-    try:
-        return word in file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False  # it does not exist, or cannot be read
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables while verl's constructors read them, so that a second run does not inherit them."""
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -28,10 +28,31 @@ def test_a_resumed_run_has_the_ids_it_had(tmp_path: Path) -> None:
 
 
 def test_an_id_of_the_user_stays(tmp_path: Path) -> None:
-    ids = RunIds(tmp_path, ["wandb", "mlflow"], resumes=False, environment={"WANDB_RUN_ID": "mine"})
-    ids.keep()
-    assert ids.variables == {}
-    assert not (tmp_path / FILE).exists()
+    def ids(own: str, resumes: bool) -> RunIds:
+        return RunIds(tmp_path, ["wandb", "mlflow"], resumes=resumes, environment={"WANDB_RUN_ID": own})
+
+    first = ids("mine", resumes=False)
+    first.keep()
+    assert first.variables == {}
+    assert not first.continues("wandb")
+    again = ids("mine", resumes=True)
+    assert again.continues("wandb")
+    assert again.variables == {"WANDB_RESUME": "allow"}  # wandb would begin that run anew
+    other = ids("another", resumes=True)
+    assert not other.continues("wandb")
+    assert other.variables == {}
+    # Without the variable, the run continues where it was.
+    bare = RunIds(tmp_path, ["wandb"], resumes=True, environment={})
+    assert bare.continues("wandb")
+    assert bare.variables == {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "allow"}
+
+
+def test_an_id_stays_while_the_run_does_not_use_it(tmp_path: Path) -> None:
+    RunIds(tmp_path, ["wandb"], resumes=False, environment={}).keep(rows=7)
+    RunIds(tmp_path, ["swanlab"], resumes=True, environment={}).keep(rows=9)
+    again = RunIds(tmp_path, ["wandb"], resumes=True, environment={})
+    assert again.continues("wandb")
+    assert again.rows == 7
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '"wandb"'])
@@ -86,5 +107,5 @@ def test_mlflow_continues_the_same_run_with_more_steps(tmp_path: Path, monkeypat
         mlflow.end_run()
     assert mlflow.runs.keys() == {"run-0"}
     assert {"step 2", "step 4"} <= mlflow.runs["run-0"].keys()
-    assert json.loads((tmp_path / FILE).read_text()) == {"mlflow": "run-0"}
+    assert json.loads((tmp_path / FILE).read_text())["mlflow"] == "run-0"
     assert "MLFLOW_RUN_ID" not in os.environ
