@@ -187,10 +187,10 @@ class Jobs:
             if self._ledger is not None and job.key is not None:
                 where = request.step.key, request.group, request.sample, job.key
                 if isinstance(outcome, Failed):
-                    self._ledger.failed(*where, outcome.message)
+                    self._ledger.failed(*where, outcome.message, job.failed_tries)
                 else:
                     answer = Answer(outcome.score, outcome.extras, end - job.begin, job.tries - job.resent)
-                    self._ledger.answered(*where, answer)
+                    self._ledger.answered(*where, answer, job.failed_tries)
             if request.open:
                 if isinstance(outcome, Scored) and not alone:
                     yield request, Scored(outcome.score, own_copy(outcome.extras), outcome.source)

@@ -25,7 +25,7 @@ BESIDE = "beside:"
 """Begins the name of a step whose requests have the priority of a training step: ``beside:3`` goes with step 3."""
 Order = Literal["arrival", "index"]
 
-NOTES = ("queued_s", "held_by", "throttled", "endpoint", "resent")
+NOTES = ("queued_s", "held_by", "throttled", "endpoint", "resent", "failed_tries")
 """Keys that a request's notes may have."""
 _NO_WAIT_S = 0.01
 
@@ -157,6 +157,8 @@ class ScoringJob:
     """How many of its calls the service rejected with a status such as 429."""
     errors: list[str] = field(default_factory=list)
     """One short text for each failed call."""
+    waits_s: dict[int, float] = field(default_factory=dict)
+    """Seconds from such a call to the next try, by its index in ``errors``."""
     error: BaseException | None = None  # of the last call that failed
     last_s: float = 0.0  # its duration
     live: dict[Call, bool] = field(default_factory=dict)
@@ -184,11 +186,18 @@ class ScoringJob:
         return self.state is JobState.HEDGING
 
     @property
+    def failed_tries(self) -> str:
+        """Why each call failed, and the wait after it: ``HTTP 429, 2.1 s; time-out``; "" if none did."""
+        waits = [f", {self.waits_s[at]:.3g} s" if at in self.waits_s else "" for at in range(len(self.errors))]
+        return "; ".join(map(str.__add__, self.errors, waits))
+
+    @property
     def notes(self) -> Mapping[str, Any] | None:
         """Facts for the trace, by :data:`NOTES`: what it waited for (10 ms or more), its server, what went wrong."""
         queued_s = self.begin - self.queued_at
         held = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
         more = {"throttled": self.throttled, "endpoint": self.server, "resent": self.resent}
+        more["failed_tries"] = self.failed_tries
         return held | {name: value for name, value in more.items() if value} or None
 
 

@@ -234,6 +234,7 @@ class Scorer:
             self._give_up(job, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
             return
         self.counts["retried"] += 1
+        job.waits_s[len(job.errors) - 1] = wait_s
         if self._router is not None:
             job.avoids = self._router.avoiding(queue.name, job.avoids)
         if job.queued:
@@ -326,5 +327,7 @@ class Scorer:
 
 
 def _brief(error: BaseException) -> str:
+    if is_timeout(error):
+        return "time-out"
     names = [f"HTTP {status_of(one)}" if status_of(one) is not None else type(one).__name__ for one in parts_of(error)]
     return " and ".join(dict.fromkeys(names))

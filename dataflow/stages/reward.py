@@ -37,7 +37,8 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     """Waits for the next scored groups of the step, which form the part, or for those of a part formed by another.
 
     Columns beside those of the agent: ``request_begin`` and ``request_end``, float64 ``[rows]``, unix time in seconds;
-    ``request_tries``, int64 ``[rows]``; ``request_how`` it ended, if not with a score from a call of its own, or None.
+    ``request_tries``, int64 ``[rows]``; ``request_failed_tries``, why its calls failed and the wait
+    after each, or None; ``request_how`` it ended, if not with a score from a call of its own, or None.
 
     With the step's last groups it logs, for the whole step (percentiles of parts cannot be averaged),
     ``reward/latency_*`` and the numbers of samples ``reward/requested``, ``scored``, ``failed``, ``retried``,
@@ -122,6 +123,7 @@ def _requests(rewards: Batch) -> Batch:
         request_begin=torch.tensor([record["begin"] for record in records], dtype=torch.float64),
         request_end=torch.tensor([record["end"] for record in records], dtype=torch.float64),
         request_tries=torch.tensor([record.get("tries", 1) for record in records], dtype=torch.int64),
+        request_failed_tries=[record.get("failed_tries") for record in records],
         request_how=[record.get("how") for record in records],
     )
 

@@ -23,7 +23,7 @@ from dataflow.samples.files import Kind, file_of, write
 if TYPE_CHECKING:
     import torch
 
-_REQUEST = ("request_begin", "request_end", "request_tries", "request_how")
+_REQUEST = ("request_begin", "request_end", "request_tries", "request_failed_tries", "request_how")
 """Columns of rewards that say how their requests went, see :func:`dataflow.stages.reward.reward_collect`."""
 _LARGE = ("input_ids", "position_ids", "prompts", "responses", "returns", "rollout_log_probs")
 """Tensors that the file does not need, which are not copied."""
@@ -119,9 +119,9 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
         ``step``, ``group``, ``sample`` (index in the group), ``prompt``, ``response``, ``score``, ``advantage`` (mean
         over the tokens that the model sampled), ``tokens`` (of the response), ``truncated`` (it was cut at the longest
         length), ``weights_version``, ``begin`` and ``end`` of the request (unix time in seconds), ``latency_s``,
-        ``tries``, ``how`` (it got its score, if not by a call of its own: ledger, shared, hedged, failed), and what
-        else the reward returned and the prompts had, as far as there is any of it. A column of the reward whose name
-        is taken is called ``reward_NAME``.
+        ``tries``, ``failed_tries`` (why each failed, and the wait after it), ``how`` (it got its score, if not by a
+        call of its own: ledger, shared, hedged, failed), and what else the reward returned and the prompts had, as far
+        as there is any of it. A column of the reward whose name is taken is called ``reward_NAME``.
     """
     rows = len(responses)
     found: dict[str, Sequence[Any]] = {"step": [step] * rows, "group": responses.groups.tolist()}
@@ -145,7 +145,8 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
     if "request_begin" in rewards:
         begin, end = rewards["request_begin"], rewards["request_end"]
         found |= {"begin": begin.tolist(), "end": end.tolist(), "latency_s": (end - begin).tolist()}
-        found |= {"tries": rewards["request_tries"].tolist(), "how": rewards["request_how"]}
+        found["tries"] = rewards["request_tries"].tolist()
+        found |= {name: rewards[f"request_{name}"] for name in ("failed_tries", "how")}
     if "kept" in rewards:
         found["kept"] = rewards["kept"].tolist()
     numbers = {name: rewards[name] for name in rewards.tensors if rewards[name].ndim == 1}

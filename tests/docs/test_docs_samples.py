@@ -53,5 +53,7 @@ def test_the_columns_are_those_of_the_files() -> None:
     )
     one = torch.ones(1)
     times = {f"request_{name}": one for name in ("begin", "end", "tries")}
-    rewards = Batch([0], {"score": one, "kept": one.bool(), **times, "request_how": [None]})
+    rewards = Batch(
+        [0], {"score": one, "kept": one.bool(), **times, "request_how": [None], "request_failed_tries": [None]}
+    )
     assert set(columns(1, responses, rewards, Batch([0], {"advantages": ones}))) == table("column")

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dataflow.batch import Batch
 from dataflow.reward_agent import Limits, Retry, RewardAgent
+from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.stages.reward import _requests
 from tests.test_reward_agent import run, samples
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,3 +75,32 @@ def test_who_was_told_to_slow_down_says_how_often() -> None:
 
     (record,) = records(busy, 1, retry=Retry(tries=5, backoff_s=0.01, max_backoff_s=0.01))
     assert (record["tries"], record["throttled"]) == (3, 2)
+
+
+@pytest.mark.parametrize("last", ["scored", "failed"])
+def test_why_each_try_failed_and_how_long_it_waited_is_in_trace_column_and_ledger(tmp_path: Path, last: str) -> None:
+    class Later(Busy):
+        retry_after = 0.25
+
+    class Down(Exception):
+        status = 500
+
+    left = [Later("later"), Down("crashed"), asyncio.sleep(60)]
+
+    async def troubled(ground_truth: str, **_others: Any) -> float:
+        if left:
+            trouble = left.pop(0)
+            if isinstance(trouble, Exception):
+                raise trouble
+            await trouble
+        return float(ground_truth)
+
+    retry = Retry(tries=4 if last == "scored" else 3, timeout_s=0.2, backoff_s=0)
+    with closing(Ledger(tmp_path / "ledger", "run")) as ledger:
+        (record,) = records(troubled, 1, retry=retry, ledger=ledger, on_failure="score:0", max_failed_share=1)
+    why = "HTTP 429, 0.25 s; HTTP 500, 0 s; time-out" + (", 0 s" if last == "scored" else "")
+    assert (record["tries"], record["failed_tries"]) == (retry.tries, why)
+    with closing(sqlite3.connect(tmp_path / "ledger")) as db:
+        assert db.execute("SELECT failed_tries, score IS NULL FROM request").fetchone() == (why, last == "failed")
+    column = _requests(Batch([0], {}, {"records": [record]}))["request_failed_tries"]
+    assert list(column) == [why]

@@ -52,6 +52,7 @@ def batches(ids: list[int], n: int = 2) -> tuple[Batch, Batch, Batch]:
             "request_begin": torch.full((rows,), 1.7e9, dtype=torch.float64),
             "request_end": torch.full((rows,), 1.7e9 + 2.5, dtype=torch.float64),
             "request_tries": torch.ones(rows, dtype=torch.int64) * 3,
+            "request_failed_tries": ["HTTP 429, 2 s; time-out, 0.5 s"] * rows,
             "request_how": ["ledger"] + [None] * (rows - 1),
         },
     )
@@ -83,6 +84,7 @@ def test_a_step_is_written_with_all_that_is_known_of_it(tmp_path: Path) -> None:
         "end": 1.7e9 + 2.5,
         "latency_s": 2.5,
         "tries": 3,
+        "failed_tries": "HTTP 429, 2 s; time-out, 0.5 s",
         "how": "ledger",
         "explanation": "judged 7",
         "reward_tokens": 99,

@@ -39,7 +39,7 @@ _ROWS, _KEYS = 2_000, 30_000  # per statement: sqlite accepts up to 32,766 value
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS run (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, flushed REAL)",
     "CREATE TABLE IF NOT EXISTS request (run INTEGER, step, grp INTEGER, sample INTEGER, key BLOB, submitted REAL,"
-    " answered REAL, score REAL, answer TEXT, story TEXT, checksum INTEGER,"
+    " answered REAL, score REAL, answer TEXT, story TEXT, checksum INTEGER, failed_tries TEXT,"
     " PRIMARY KEY (run, step, grp, sample, key)) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS answered ON request (key) WHERE score IS NOT NULL",
     "CREATE TABLE IF NOT EXISTS collected (run INTEGER, step, grp INTEGER, collected REAL,"
@@ -58,11 +58,14 @@ _PLACE = "run, step, grp, sample, key"
 _INSERTS = {
     "submitted": (f"request ({_PLACE}, submitted)", "NOTHING"),
     "answered": (
-        f"request ({_PLACE}, answered, score, answer, checksum)",
+        f"request ({_PLACE}, answered, score, failed_tries, answer, checksum)",
         "UPDATE SET answered = excluded.answered, score = excluded.score, answer = excluded.answer,"
-        " checksum = excluded.checksum, story = NULL WHERE request.score IS NULL",
+        " checksum = excluded.checksum, failed_tries = excluded.failed_tries, story = NULL WHERE request.score IS NULL",
     ),
-    "failed": (f"request ({_PLACE}, story)", "UPDATE SET story = excluded.story WHERE request.score IS NULL"),
+    "failed": (
+        f"request ({_PLACE}, story, failed_tries)",
+        "UPDATE SET story = excluded.story, failed_tries = excluded.failed_tries WHERE request.score IS NULL",
+    ),
     "collected": ("collected (run, step, grp, collected)", "NOTHING"),
 }
 KINDS = tuple(_INSERTS)
@@ -169,8 +172,9 @@ class LedgerFile:
         """Writes rows in one commit.
 
         Args:
-            rows: by kind: ``submitted`` (step, group, sample, key, time), ``answered`` (.., time, score, JSON of the
-                answer), ``failed`` (.., story), ``collected`` (step, group, time); times are of ``time.time()``.
+            rows: by kind: ``submitted`` (step, group, sample, key, time), ``answered`` (.., time, score, failed tries,
+                JSON of the answer), ``failed`` (.., story, failed tries), ``collected`` (step, group, time); times are
+                of ``time.time()``.
             sync: whether to wait until this commit and all earlier ones are on disk.
             dropped: unreadable answers to be removed, so that new ones can be stored: key and text as returned by
                 :meth:`of_step`.
@@ -363,8 +367,10 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         for statement in _SCHEMA:
             db.execute(statement)
         # Files of older versions, which can still use the file afterwards.
-        if "checksum" not in {name for _, name, *_ in db.execute("PRAGMA table_info(request)")}:
-            db.execute("ALTER TABLE request ADD COLUMN checksum INTEGER")
+        known = {name for _, name, *_ in db.execute("PRAGMA table_info(request)")}
+        for name, kind in (("checksum", "INTEGER"), ("failed_tries", "TEXT")):
+            if name not in known:
+                db.execute(f"ALTER TABLE request ADD COLUMN {name} {kind}")
 
 
 def _rename(db: sqlite3.Connection, run: str) -> None:

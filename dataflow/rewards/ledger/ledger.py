@@ -124,8 +124,8 @@ class Ledger:
             self._counts["reused"] += len(found)
         return found
 
-    def answered(self, step: Step, group: int, sample: int, key: Key, answer: Answer) -> None:
-        """Records an answer; does not wait for the disk.
+    def answered(self, step: Step, group: int, sample: int, key: Key, answer: Answer, failed_tries: str = "") -> None:
+        """Records an answer, and why its earlier tries failed; does not wait for the disk.
 
         An answer whose extras JSON cannot represent is not stored, and a resumed run requests it again. Such answers
         are counted, and the first is logged.
@@ -151,17 +151,19 @@ class Ledger:
         self._unsaved[step, group, sample, key] = text
         if self._cache:
             self._unsaved_keys[key] = text
-        self._put("answered", [(step, int(group), int(sample), key, time.time(), score, text)])
+        self._put("answered", [(step, int(group), int(sample), key, time.time(), score, failed_tries or None, text)])
 
-    def failed(self, step: Step, group: int, sample: int, key: Key, story: str) -> None:
-        """Records how a request failed; a resumed run requests it again. Does not wait for the disk.
+    def failed(self, step: Step, group: int, sample: int, key: Key, story: str, failed_tries: str = "") -> None:
+        """Records how a request failed, and each of its tries; a resumed run requests it again.
+
+        Does not wait for the disk.
 
         Raises:
             RunError: an earlier write failed.
             DataflowError: the ledger is closed.
         """
         self._check()
-        self._put("failed", [(_plain(step), int(group), int(sample), key, _text(story))])
+        self._put("failed", [(_plain(step), int(group), int(sample), key, _text(story), failed_tries or None)])
 
     def collected(self, step: Step, groups: Sequence[int]) -> None:
         """Records that groups were collected; does not wait for the disk.

@@ -15,7 +15,7 @@ MOST = float.fromhex("0x1.fffffep+127")
 
 RESERVED = frozenset({
     "attention_mask", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses",
-    "request_begin", "request_end", "request_how", "request_tries",
+    "request_begin", "request_end", "request_failed_tries", "request_how", "request_tries",
 })  # fmt: skip
 """Columns of the rollout and of the request, which a reward must not return."""
 
