@@ -74,13 +74,22 @@ class AgentPlan(Section):
     latency: DurationText | None = None
     """Seconds of one request: a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, empirical:FILE; null: measured."""
     concurrency: Annotated[PositiveInt, Field(le=MOST_IN_FLIGHT)] | None = None
-    """Requests in flight at most, up to 100,000."""
+    """Requests in flight at most, up to 100,000; null: the source's."""
     rpm: PositiveFloat | None = None
-    """Requests a minute at most; null for no limit."""
+    """Requests a minute at most; null: the source's limit, if it had one."""
     agent: Literal["continuous", "per-step"] = "continuous"
     """continuous keeps every slot busy; per-step finishes one step's requests before it begins the next."""
-    fit: bool = True
-    """Scale the latency to match the waits in a baseline's log."""
+
+
+class LogPlan(Section):
+    """What the run of a verl log had, and its log does not say; every other key says what to plan."""
+
+    concurrency: Annotated[PositiveInt, Field(le=MOST_IN_FLIGHT)] | None = None
+    """Reward requests that it had in flight at most."""
+    latency: DurationText | None = None
+    """How its requests' seconds were spread, as for reward.latency; scaled to its waits where these show them."""
+    rpm: PositiveFloat | None = None
+    """Requests a minute at most that its service allowed; null for no limit."""
 
 
 class RewardPlan(AgentPlan):
@@ -131,7 +140,7 @@ class PlanConfig(Section):
     balance_batch: bool | None = None
     """Spread each group's requests over the batch, as verl does when it balances a batch by length over its ranks."""
     stages: dict[str, DurationText] = Field(default_factory=dict)
-    """Seconds of each stage in a step: a number or a distribution, as for reward.latency."""
+    """Seconds of a stage in a step, in place of the source's: a number or a distribution, as for reward.latency."""
     placement: Placement | None = None
     """Engine and trainer on the same GPUs (colocated) or on separate ones (disaggregated); null: as in the source."""
     gpus: Annotated[PositiveInt, Field(le=MOST_SERVERS)] | None = None
@@ -140,9 +149,10 @@ class PlanConfig(Section):
     """An additional policy to predict."""
     reward: RewardPlan = Field(default_factory=RewardPlan)
     agents: dict[str, AgentPlan] = Field(default_factory=dict)
-    """Further reward agents, by name, each with the keys of reward but fit: {style: {concurrency: 16}}."""
+    """Further reward agents, by name, each with the keys of reward: {style: {concurrency: 16}}."""
     validation: ValidationPlan = Field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = Field(default_factory=CheckpointPlan)
+    log: LogPlan = Field(default_factory=LogPlan)
 
     @model_validator(mode="after")
     def _a_step_fits_into_memory(self) -> PlanConfig:

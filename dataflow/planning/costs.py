@@ -174,8 +174,8 @@ def fit_latency(rewards: Rewards, groups: int, responses: int, seconds: float, s
     distribution = rewards.latency
     if not distribution.mean:
         raise ConfigError(
-            f"reward.latency: a latency of 0 cannot be scaled to the {seconds:.0f} s that the log waited; give "
-            "reward.fit=false to take it as given, or leave it out."
+            f"log.latency: a latency of 0 cannot be scaled to the {seconds:.0f} s that the log waited; leave it out, "
+            "or give reward.latency=0 to plan with it."
         )
     for _ in range(8):
         took = makespan(replace(rewards, latency=distribution), groups, responses, seed)
@@ -188,7 +188,7 @@ def fit_latency(rewards: Rewards, groups: int, responses: int, seconds: float, s
     if makespan(replace(rewards, latency=distribution), groups, responses, seed) > seconds * 1.02:
         count = groups * responses
         raise ConfigError(
-            f"reward.rpm={rewards.rpm:g}: {count} requests a step cannot be answered in the {seconds:.0f} s that the "
+            f"log.rpm={rewards.rpm:g}: {count} requests a step cannot be answered in the {seconds:.0f} s that the "
             "log waited; give a higher limit or leave it out."
         )
     return distribution

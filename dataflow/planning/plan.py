@@ -25,12 +25,12 @@ FAR_OFF = 0.2
 """Share by which a replay may be off the log before the plan gives a reason."""
 _TOO_SHORT = (
     "; the run waits for something that this plan lacks (compute_group and a user's own stages are not planned), its "
-    "rewards took longer or fewer were in flight (reward.latency, reward.concurrency), or it is so short that its "
+    "rewards took longer or fewer were in flight (log.latency, log.concurrency), or it is so short that its "
     "start counts."
 )
 _TOO_LONG = (
-    "; the run waited less than this plan assumes: its rewards took less time or more were in flight (reward.latency, "
-    "reward.concurrency), or it overlaps more than the log shows."
+    "; the run waited less than this plan assumes: its rewards took less time or more were in flight (log.latency, "
+    "log.concurrency), or it overlaps more than the log shows."
 )
 _ONE_STEP = (
     "this source has one step, with the warm-up in it: it shows neither how much steps differ nor how far a prediction "
@@ -68,6 +68,7 @@ class Plan:
         found: dict[str, Any] = {
             "source": self.workload.source,
             "steps": self.workload.steps,
+            **({"ran_with": self.workload.ran_with} if self.workload.ran_with else {}),
             "assumptions": list(self.workload.assumptions),
             "policies": [row.as_dict() for row in self.rows],
             "advice": self.advice,
@@ -86,8 +87,7 @@ class Plan:
     def text(self) -> str:
         """Returns the text for a terminal."""
         load = self.workload
-        blocks = [f"caution: {load.caution}"] if load.caution else []
-        blocks.append(f"{load.source}: {self.size()}")
+        blocks = [f"{load.source}: {self.size()}", *([f"caution: {load.caution}"] if load.caution else [])]
         blocks += self.trust()
         blocks.append(str(table(self.cells())))
         if load.assumptions:
@@ -98,10 +98,11 @@ class Plan:
         return "\n\n".join(blocks)
 
     def size(self) -> str:
-        """Returns how large the planned job is, in words."""
+        """Returns what the source ran with, and how large the planned job is, in words."""
         load = self.workload
+        ran = f"it ran with {load.ran_with}; planned are " if load.ran_with else ""
         return (
-            f"{counted(load.steps, 'step')} of {load.prompts} x {load.responses} samples, "
+            f"{ran}{counted(load.steps, 'step')} of {load.prompts} x {load.responses} samples, "
             f"{counted(load.mini_batches, 'mini-batch')}, "
             f"{figure(load.mean_s())} s of GPU work a step" + (", validation included" if load.validation else "")
         )
@@ -242,6 +243,8 @@ def _difference(load: Workload) -> str:
         ways.append("as log-probs run beside the rewards")
     if load.rewards != own.rewards:
         ways.append("with the reward service of this plan")
+    if load.times != own.times:
+        ways.append("with the stage times of this plan")
     if load.steps != own.steps and not ways:
         ways.append(f"over {counted(load.steps, 'step')}")
     return " and ".join(ways) or "with the settings of this plan"

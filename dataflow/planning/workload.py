@@ -72,8 +72,6 @@ class Modelled:
 
 
 StageTime = Measured | Modelled
-
-
 CHANGED = "auto"
 """The policy of a run that changed it: ``policy=auto``."""
 
@@ -105,6 +103,7 @@ class Workload:
         ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
         uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
         assumptions: sentences on values that the source does not contain.
+        ran_with: the source's own reward service, as keys; "" for costs by hand.
         logged: the source's own run; None if its time is not known.
         loop: the source's own run, where that differs: keys change what is planned, and verl's loop stops for
             validations and checkpoints.
@@ -126,6 +125,7 @@ class Workload:
     ends: tuple[float, ...] = ()
     uncounted: bool = False
     assumptions: tuple[str, ...] = ()
+    ran_with: str = ""
     logged: Logged | None = None
     loop: Workload | None = None
     caution: str = ""

@@ -58,7 +58,7 @@ def test_a_log_of_verl_in_bypass_mode_has_no_such_stage(tmp_path: Path) -> None:
         "update_actor": [4] * 3,
         "step": [34.5] * 3,
     }
-    keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=5"]
+    keys = ["prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4", "log.latency=5"]
     workload, _config = read_workload(write(tmp_path / "bypass.csv", columns), keys)
     assert PASS not in workload.pipeline.by_name
     assert any("timing_s/old_log_prob" in said for said in workload.assumptions)

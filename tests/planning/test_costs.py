@@ -33,7 +33,7 @@ def test_a_fitted_latency_takes_as_long_as_was_measured() -> None:
 
 
 def test_a_limit_that_is_too_low_for_what_was_measured_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"reward.rpm=10: 100 requests a step cannot be answered in the 60 s"):
+    with pytest.raises(ConfigError, match=r"log.rpm=10: 100 requests a step cannot be answered in the 60 s"):
         fit_latency(Rewards(Distribution("constant", 1.0), 16, rpm=10.0), 20, 5, 60.0)
 
 

@@ -72,7 +72,7 @@ def test_a_baseline_of_verl_is_predicted_but_for_the_critics_updates_that_hide(t
         "update_actor": [4] * 3,
         "step": [71.5, 61.5, 61.5],
     }
-    keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=10"]
+    keys = ["prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4", "log.latency=10"]
     workload, _config = read_workload(write(tmp_path / "ppo.csv", columns), keys)
     assert workload.rewards.latency.mean == pytest.approx(10, rel=0.01)
     trace, _costs = simulate(workload, preset("baseline", 2))

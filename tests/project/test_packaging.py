@@ -152,7 +152,7 @@ def test_the_base_alone_plans_draws_and_compares(
     for words, says in (
         (("plan", str(ROOT / "examples" / "costs.yaml"), "-o", "plan.html"), "both is the fastest"),
         (("timeline", runs[0]), "waiting for rewards"),
-        (("plan", str(logged), "prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4"), "both"),
+        (("plan", str(logged), "prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4"), "both"),
         (("timeline", runs[1], "-o", "timeline.html"), "timeline.html"),
         (("compare", *runs, "-o", "compare.html"), "baseline"),
         (("show", pipeline, "policy=both"), "rollout"),

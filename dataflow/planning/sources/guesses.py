@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.sources.logs.settings import read_settings
 from dataflow.planning.sources.scalars import Scalars
@@ -28,6 +29,9 @@ def known_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanCo
         path: the log.
         config: what the user gave.
         assumed: gets a sentence on what was found.
+
+    Raises:
+        ConfigError: the user gave another size of a step than the times of the log are of.
     """
     found = read_settings(path)
     prompts: Any = found.get("data.train_batch_size")
@@ -37,6 +41,10 @@ def known_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanCo
         "responses": found.get("actor_rollout_ref.rollout.n"),
         "mini_batches": prompts // small if _is_count(prompts) and _is_count(small) and prompts % small == 0 else None,
     }
+    for key in ("prompts", "responses"):
+        given = getattr(config, key)
+        if given not in (None, values[key]) and _is_count(values[key]):
+            raise ConfigError(f"{key}={given}: the log's configuration of verl has {values[key]}; leave it out.")
     new = {key: value for key, value in values.items() if getattr(config, key) is None and _is_count(value)}
     if new:
         listed = " ".join(f"{key}={value}" for key, value in new.items())
@@ -49,7 +57,7 @@ def known_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanCo
 
 def examples(log: Scalars, config: PlanConfig) -> tuple[dict[str, object], str]:
     """Returns values of the settings to offer to the user, and what the log says of them; "" if it says nothing."""
-    offered: dict[str, object] = {"prompts": 1024, "responses": 5, "mini_batches": 4, "reward.concurrency": 256}
+    offered: dict[str, object] = {"prompts": 1024, "responses": 5, "mini_batches": 4, "log.concurrency": 256}
     samples, about = _samples(log)
     if not samples:
         return offered, ""

@@ -8,15 +8,15 @@ from typing import Any
 
 from dataflow.config.keys import yaml_values
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.errors import ConfigError, DataError, nearest
+from dataflow.errors import ConfigError, DataError
 from dataflow.files import decoded
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.sources.whatifs import given_times, refuse_log
 from dataflow.planning.workload import (
     CRITIC,
     STAGES,
-    Modelled,
     Workload,
     advantage,
     grpo,
@@ -59,13 +59,10 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     Raises:
         ConfigError: something is missing or wrong.
     """
+    refuse_log(config, str(path), "is no log")
     for name in config.stages:
         if name in RENAMED:
             raise ConfigError(f"stages.{name} is now stages.{RENAMED[name]}; rename the key.")
-        if name not in TIMED:
-            raise ConfigError(
-                f"stages.{name}: no stage has that name{nearest(name, TIMED) or '; stages: ' + ', '.join(TIMED) + '.'}"
-            )
     critic = any(name in config.stages for name in CRITIC)
     needed = dict.fromkeys((f"stages.{name}" for name in ([*NEEDED, *CRITIC] if critic else NEEDED)), "SECONDS")
     keys = {"steps": 100, "prompts": 1024, "responses": 5, "mini_batches": 4, "reward.concurrency": 256}
@@ -86,11 +83,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     if config.agents and validation is not None and not validation.overlap:
         raise ConfigError("agents: with validation.overlap=false a plan has one reward agent; leave one of them out.")
     pipeline, beside = _with_agents(pipeline, config, path)
-    times = {
-        name: Modelled(distribution_of(text, f"stages.{name}", path))
-        for name, text in config.stages.items()
-        if name in pipeline.by_name
-    }
+    given = given_times(config, TIMED, lambda text, what: distribution_of(text, what, path))
+    times = {name: time for name, time in given.items() if name in pipeline.by_name}
     assumed = [
         f"stages.{name} is not used: {'validation' if name == 'val_rollout' else 'checkpoint'}.every is not given."
         for name in config.stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from dataflow.distribution import Distribution, parse_distribution
+from dataflow.distribution import Distribution
 from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted, nearest
 from dataflow.graph import Pipeline
@@ -14,6 +14,7 @@ from dataflow.planning.rewards import Rewards
 from dataflow.planning.roles import Roles
 from dataflow.planning.servers.fit import fit
 from dataflow.planning.servers.service_time import Servers
+from dataflow.planning.sources.whatifs import changed
 from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
 from dataflow.timeline.spans import Mark, Trace
 
@@ -36,23 +37,21 @@ def further_services(
     for collect in roles.beside:
         agent = pipeline.by_name[collect].on
         plan = config.agents.get(agent, AgentPlan())
-        own, known = service_of(trace, agent, (None, collect), plan, bool(config.balance_batch))
+        own, known = service_of(trace, agent, (None, collect), bool(config.balance_batch))
         if known or plan.latency is not None:
+            own = changed(own, plan, f"agents.{agent}")
             found[collect] = with_servers(trace, agent, own, config, plan, assumed)
             assumed += [f"agent '{agent}': {known} latencies are those of the run.", *taken(trace, agent, plan)]
     return found
 
 
-def service_of(
-    trace: Trace, agent: str, collectors: Collection[str | None], plan: AgentPlan, scattered: bool
-) -> tuple[Rewards, int]:
+def service_of(trace: Trace, agent: str, collectors: Collection[str | None], scattered: bool) -> tuple[Rewards, int]:
     """Returns an agent's service, with the latencies of the requests in a trace, and their number.
 
     Args:
         trace: of the run.
         agent: its name.
         collectors: what the requests' ``collector`` may be, where several agents collect on one resource.
-        plan: what is to be different.
         scattered: see :class:`~dataflow.planning.workload.Rewards`.
     """
     asked = _asked(trace, agent)
@@ -60,11 +59,8 @@ def service_of(
     own = [m for m in trained if m.args.get("collector") in collectors]
     latencies, steps = tuple(m.end - m.begin for m in own), _by_step(own)
     distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
-    if plan.latency is not None:
-        distribution, steps = parse_distribution(plan.latency, f"{agent}.latency"), {}
-    concurrency = plan.concurrency or concurrency_of(trace, agent) or 64
-    rpm = plan.rpm or rates_of(trace, agent)[0]
-    return Rewards(distribution, concurrency, rpm, plan.agent, scattered, steps=steps), len(latencies)
+    concurrency, rpm = concurrency_of(trace, agent) or 64, rates_of(trace, agent)[0]
+    return Rewards(distribution, concurrency, rpm, scattered=scattered, steps=steps), len(latencies)
 
 
 def _by_step(marks: Iterable[Mark]) -> dict[int, tuple[float, ...]]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dataflow.errors import ConfigError, DataError, counted
 from dataflow.graph import Pipeline
@@ -23,7 +23,8 @@ from dataflow.planning.sources.services import (
     validation_latency,
     with_servers,
 )
-from dataflow.planning.workload import Logged, Measured, Workload
+from dataflow.planning.sources.whatifs import changed, given_times, refuse_log
+from dataflow.planning.workload import Logged, Measured, StageTime, Workload
 from dataflow.policy import SchedulingPolicy
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
@@ -72,7 +73,9 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     _refuse(config, source)
     pipeline = Pipeline.from_facts(job["pipeline"])
     if config.checkpoint.every is not None:
-        pipeline = _saving(pipeline, config.checkpoint.every, trace, source)
+        pipeline = _repeated(pipeline, "saves", "checkpoint", config.checkpoint.every, trace, source)
+    if config.validation.every is not None:
+        pipeline = _repeated(pipeline, "validates", "validation", config.validation.every, trace, source)
     roles = Roles.of(pipeline)
     if roles.collect is None:
         refuse_keys(config.reward, pipeline, source)
@@ -85,7 +88,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     for s in sorted(trace.spans, key=lambda s: s.part):
         if s.stage not in waits and (s.stage, s.step) not in skipped and s.stage in pipeline.by_name:
             spans.setdefault(s.stage, {}).setdefault(s.step, []).append(s)
-    times = {name: Measured(whole) for name, of in spans.items() if (whole := _whole(of))}
+    times: dict[str, StageTime] = {name: Measured(whole) for name, of in spans.items() if (whole := _whole(of))}
     if repeated := sorted({s.step for s in trace.spans if s.args.get("restarted") and s.stage in times}):
         assumed.append(
             f"tasks that ran again after their process had died (step {', '.join(map(str, repeated))}) are left out; "
@@ -93,11 +96,13 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         )
     if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
         raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
+    times |= given_times(config, [s.name for s in pipeline.stages if s.name not in waits])
     collector = pipeline.collector
     agent = collector.on if collector is not None else "reward"
     spread = bool(config.balance_batch)
     check_models(trace, config, source)
-    rewards, known = service_of(trace, agent, (None, roles.collect), config.reward, spread)
+    own, known = service_of(trace, agent, (None, roles.collect), spread)
+    rewards = changed(own, config.reward, "reward")
     rewards = with_servers(trace, agent, rewards, config, config.reward, assumed)
     assumed[:0] = [
         _origin(pipeline, roles, known, config.reward.latency is not None),
@@ -111,9 +116,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     if optional is not None and optional.every:
         scored = sum(bool(m.args.get("validation")) for m in trace.marks)
         times_scored = len({m.args.get("step") for m in trace.marks if m.args.get("validation")})
-        samples = config.validation.samples
-        if samples is None:
-            samples = scored // times_scored if times_scored else 0
+        samples = scored // times_scored if times_scored else 0
         measured = config.reward.latency is None and rewards.servers is None
         latency = validation_latency(trace, agent) if measured else None
         validation = Validation(optional.every, samples, config.validation.pool, latency=latency)
@@ -142,6 +145,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         dispatch_s=dispatch,
         ends=ends,
         assumptions=tuple(assumed),
+        ran_with=f"{agent}.concurrency={own.concurrency}" if roles.collect else "",
         logged=_logged(trace, int(job["mini_batches"])),
         seed=config.seed,
     )
@@ -205,36 +209,36 @@ def _refuse(config: PlanConfig, source: str) -> None:
     Raises:
         ConfigError: such a key was given.
     """
-    held = {
-        "prompts": config.prompts,
-        "responses": config.responses,
-        "stages": config.stages or None,
-        "validation.every": config.validation.every,
-        "validation.overlap": config.validation.overlap,
-    }
+    refuse_log(config, f"the trace of {source}", "says what it was")
+    held = {"prompts": config.prompts, "responses": config.responses, "validation.samples": config.validation.samples}
     if given := [key for key, value in held.items() if value is not None]:
         raise ConfigError(
             f"{given[0]}: the trace of {source} says what it was; leave it out, or plan from a costs.yaml."
         )
+    if config.validation.overlap is False:
+        raise ConfigError("validation.overlap=false: training goes on beside a validation in every run; leave it out.")
 
 
-def _saving(pipeline: Pipeline, every: int, trace: Trace, source: str) -> Pipeline:
-    """Returns the pipeline with a checkpoint every given number of steps and at the end; with 0, without checkpoints.
+def _repeated(
+    pipeline: Pipeline, role: Literal["saves", "validates"], what: str, every: int, trace: Trace, source: str
+) -> Pipeline:
+    """Returns the pipeline with the stages of a role every given number of steps and at the end; with 0, without them.
 
     Raises:
-        ConfigError: the run wrote no checkpoint, so the time of one is not known.
+        ConfigError: they did not run, so that their time is not known.
     """
-    saves = {s.name for s in pipeline.with_role("saves")}
-    if every and saves.isdisjoint(s.stage for s in trace.spans):
+    own = {s.name for s in pipeline.with_role(role)}
+    if every and own.isdisjoint(s.stage for s in trace.spans):
+        key = {"checkpoint": "checkpoint.every", "validation": "val.every"}[what]
         raise ConfigError(
-            f"checkpoint.every={every}: the run of {source} wrote no checkpoint, so the time of one is not known; "
-            "leave it out, or make the run again with checkpoint.every=2."
+            f"{what}.every={every}: the run of {source} made no {what}, so the time of one is not known; "
+            f"leave it out, or make the run again with {key}=2."
         )
     if every:
-        stages = [replace(s, every=every) if s.name in saves else s for s in pipeline.stages]
+        stages = [replace(s, every=every) if s.name in own else s for s in pipeline.stages]
     else:
-        kept = [s for s in pipeline.stages if s.name not in saves]
-        stages = [replace(s, after=tuple(name for name in s.after if name not in saves)) for s in kept]
+        kept = [s for s in pipeline.stages if s.name not in own]
+        stages = [replace(s, after=tuple(name for name in s.after if name not in own)) for s in kept]
     return Pipeline(stages, pipeline.inputs, pipeline.resources)
 
 

@@ -13,19 +13,21 @@ from pathlib import Path
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted
-from dataflow.planning.config import CheckpointPlan, PlanConfig
+from dataflow.planning.config import PlanConfig, ValidationPlan
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources.guesses import examples, known_settings
+from dataflow.planning.sources.handmade import TIMED
 from dataflow.planning.sources.oddities import exception, oddities
 from dataflow.planning.sources.overlaps import HIDDEN_S, TAKEN, Signs, blocks, mean, signs
 from dataflow.planning.sources.scalars import Scalars, read_scalars
-from dataflow.planning.workload import CRITIC, Logged, Measured, Workload, after_rewards, grpo
+from dataflow.planning.sources.whatifs import changed, given_times
+from dataflow.planning.workload import CRITIC, Logged, Measured, StageTime, Workload, after_rewards, grpo
 from dataflow.policy import check_batch, divisors
 
 # The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it.
 _QUICK = 0.9
-_SETTLE = "Give reward.latency=... to settle that: the waits agree with it or not."
+_SETTLE = "Give log.latency=... to settle that: the waits agree with it or not."
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -40,10 +42,12 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     if planned.logged is None or not planned.logged.policy:
         return planned
     # verl's own loop, for as many steps as it logged: what the log itself took, to be compared with what is predicted.
-    validation = config.validation.model_copy(update={"every": None, "overlap": False, "pool": "own"})
-    reward = config.reward.model_copy(update={"agent": "continuous"})
-    update = {"validation": validation, "reward": reward, "steps": planned.logged.steps, "checkpoint": CheckpointPlan()}
-    loop = _workload(found, path, config.model_copy(update=update))
+    facts = {"log", "prompts", "responses", "mini_batches", "seed"}
+    validation = ValidationPlan(samples=config.validation.samples, overlap=False, pool="own")
+    steps = planned.logged.steps
+    loop = _workload(
+        found, path, PlanConfig(**{key: getattr(config, key) for key in facts}, steps=steps, validation=validation)
+    )
     if blocks(found):
         loop = replace(loop, pipeline=after_rewards(loop.pipeline))
     return replace(planned, loop=loop)
@@ -58,31 +62,30 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     needed, counted = examples(log, config)
     timed = bool(log.series("timing_s/adv")) or mean(log, "timing_s/reward") > HIDDEN_S
     if shown.overlap or not timed:
-        needed["reward.latency"] = "uniform:1:40"
+        needed["log.latency"] = "uniform:1:40"
         better = "of verl's own loop" if timed else "with timing_s/adv and timing_s/reward"
         counted += f", or plan from a log {better}"
+    if config.reward.concurrency is not None and config.log.concurrency is None:
+        counted += " (reward.concurrency says what to plan)"
     prompts, responses, mini_batches, concurrency, *_ = config.need(
         path, needed, counted, f"{shown.overlap} " if shown.overlap else ""
     )
     check_batch(prompts, mini_batches)
-    if config.stages:
-        raise ConfigError(
-            f"stages.{next(iter(config.stages))}: a verl log holds the times of its stages; leave it out."
-        )
     if config.agents:
         raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
     shown = _settled(shown, log, config, concurrency, prompts, responses)
     if shown.baseline:
         assumed.insert(0, shown.baseline)
     scattered = config.balance_batch is not False
-    rewards, request = _rewards(log, config, concurrency, prompts, responses, assumed, fit=not shown.overlap)
-    caution = shown.overlap or (f"{shown.doubt} {_SETTLE}" if shown.doubt else _too_quick(config, rewards))
+    logged_rewards, request = _rewards(log, config, concurrency, prompts, responses, assumed, fit=not shown.overlap)
+    rewards = changed(replace(logged_rewards, scattered=scattered), config.reward, "reward")
+    caution = shown.overlap or (f"{shown.doubt} {_SETTLE}" if shown.doubt else _too_quick(config, logged_rewards))
     caution = " ".join(filter(None, (caution, exception(log))))
     if scattered:
         assumed.append(
             "verl distributes the batch over its ranks by length before scoring (balance_batch=false if not)."
         )
-    times = {
+    times: dict[str, StageTime | None] = {
         "rollout": _measured(log, "gen"),
         "reward_request": request,
         "old_log_prob": _measured(log, "old_log_prob"),
@@ -91,12 +94,20 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         "actor_update": _measured(log, "update_actor"),
         "critic_update": _measured(log, "update_critic"),
     }
-    validation = _validation(log, testing, config, rewards, times, assumed)
+    validation = _validation(log, testing, config, logged_rewards, times, assumed)
     checkpoints = saving if config.checkpoint.every is None else config.checkpoint.every
-    if config.checkpoint.every and not log.series("timing_s/save_checkpoint"):
-        raise ConfigError("checkpoint.every: the log holds no timing_s/save_checkpoint; leave it out.")
     if checkpoints:
         times["checkpoint"] = _measured(log, "save_checkpoint")
+    times |= given_times(config, TIMED)
+    for stage, every, timing in (
+        ("val_rollout", config.validation.every, "testing"),
+        ("checkpoint", config.checkpoint.every, "save_checkpoint"),
+    ):
+        if every and times.get(stage) is None:
+            key = f"{'validation' if stage == 'val_rollout' else stage}.every"
+            raise ConfigError(
+                f"{key}: the log holds no timing_s/{timing}; give stages.{stage}=SECONDS, or leave it out."
+            )
     known = {name: time for name, time in times.items() if time is not None}
     steps = config.steps or len(log.series("timing_s/gen"))
     if "ref_log_prob" not in known:
@@ -129,6 +140,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(assumed),
+        ran_with=" ".join(f"log.{key}={value}" for key, value in config.log if value is not None),
         logged=Logged("" if shown.overlap else "baseline", total, len(logged)) if total else None,
         caution=caution,
         seed=config.seed,
@@ -146,15 +158,15 @@ def _from_one(log: Scalars) -> Scalars:
 
 def _settled(shown: Signs, log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int) -> Signs:
     """Returns the signs with a doubt settled by the latency that the user gave: the waits agree with it or not."""
-    spec = config.reward
+    spec = config.log
     if not shown.doubt or spec.latency is None:
         return shown
-    latency = parse_distribution(spec.latency, "reward.latency")
+    latency = parse_distribution(spec.latency, "log.latency")
     waits = mean(log, "timing_s/adv") + _beside(log)
     fitted = fit_latency(Rewards(latency, concurrency, spec.rpm), groups, responses, waits, config.seed)
     if quick := _too_quick(config, Rewards(fitted, concurrency, spec.rpm)):
         return Signs(overlap=f"{shown.doubt} Its latency settles that: {quick}")
-    return Signs(baseline=f"{TAKEN}: its waits are as long as reward.latency={spec.latency} makes them.")
+    return Signs(baseline=f"{TAKEN}: its waits are as long as log.latency={spec.latency} makes them.")
 
 
 def _beside(log: Scalars) -> float:
@@ -164,15 +176,15 @@ def _beside(log: Scalars) -> float:
 
 def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
     """Returns the sign that a log waits too short for the latency that the user gave; "" if it does not."""
-    if config.reward.latency is None:
+    if config.log.latency is None:
         return ""
-    given = parse_distribution(config.reward.latency, "reward.latency").mean
+    given = parse_distribution(config.log.latency, "log.latency").mean
     if rewards.latency.mean >= _QUICK * given:
         return ""
     return (
         f"the log's waits are those of rewards that take {figure(rewards.latency.mean, 3)} s, not the "
-        f"{figure(given, 3)} s of reward.latency={config.reward.latency}: its run may overlap rewards and updates "
-        "already (mini-batch), or have more requests in flight than reward.concurrency."
+        f"{figure(given, 3)} s of log.latency={config.log.latency}: its run may overlap rewards and updates "
+        "already (mini-batch), or have had more requests in flight than log.concurrency."
     )
 
 
@@ -204,11 +216,11 @@ def _every(log: Scalars, name: str) -> int:
 def _rewards(
     log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int, assumed: list[str], fit: bool
 ) -> tuple[Rewards, Measured | None]:
-    """Returns the reward service, and the time to send the requests.
+    """Returns the reward service that the log ran with, and the time to send the requests.
 
     The latency is fitted to the log's waits; with ``fit`` off it is the one that the user gave.
     """
-    spec = config.reward
+    spec = config.log
     sent, rest = mean(log, "timing_s/reward"), mean(log, "timing_s/adv")
     apart = _beside(log)
     blocking = blocks(log)
@@ -218,14 +230,14 @@ def _rewards(
         assumed.append(
             "the log waits for its rewards before the log-probs (timing_s/reward); dataflow does so after them."
         )
-    distribution = parse_distribution(spec.latency, "reward.latency") if spec.latency is not None else None
+    distribution = parse_distribution(spec.latency, "log.latency") if spec.latency is not None else None
     if not fit and distribution is not None:
-        assumed.append(f"reward.latency={spec.latency} is taken as given: the waits in the log overlap other work.")
+        assumed.append(f"log.latency={spec.latency} is taken as given: the waits in the log overlap other work.")
     elif not visible:
         if distribution is None:
             distribution = Distribution("constant")
-            assumed.append("the log shows no wait for rewards: their latency is taken as 0 (reward.latency=...).")
-    elif distribution is None or spec.fit:
+            assumed.append("the log shows no wait for rewards: their latency is taken as 0 (log.latency=...).")
+    else:
         shape = distribution or parse_distribution("uniform:0:2")
         rewards = Rewards(shape, concurrency, spec.rpm)
         distribution = fit_latency(rewards, groups, responses, wait, config.seed)
@@ -234,14 +246,12 @@ def _rewards(
             f"{distribution.mean:.2f} s a request on average"
         )
         assumed.append(
-            f"{seen}, so reward.latency={spec.latency} (average {shape.mean:.2f} s) is scaled to it: {distribution} "
-            "(reward.fit=false leaves it as it is)."
+            f"{seen}, so log.latency={spec.latency} (average {shape.mean:.2f} s) is scaled to it: {distribution}."
             if spec.latency
             else f"{seen}; they are taken to spread evenly between 0 and {2 * distribution.mean:.1f} s "
-            "(reward.latency=... says how they do)."
+            "(log.latency=... says how they do)."
         )
-    scattered = config.balance_batch is not False
-    return Rewards(distribution, concurrency, spec.rpm, spec.agent, scattered), request
+    return Rewards(distribution, concurrency, spec.rpm), request
 
 
 def _validation(
@@ -249,17 +259,15 @@ def _validation(
     logged_every: int,
     config: PlanConfig,
     rewards: Rewards,
-    times: dict[str, Measured | None],
+    times: dict[str, StageTime | None],
     assumed: list[str],
 ) -> Validation | None:
     plan = config.validation
     every = logged_every if plan.every is None else plan.every
     if not every:
         return None
-    overlap = plan.overlap if plan.overlap is not None else rewards.agent == "continuous"
+    overlap = plan.overlap if plan.overlap is not None else config.reward.agent == "continuous"
     samples = plan.samples or 0
-    if not log.series("timing_s/testing"):
-        raise ConfigError("validation.every: the log holds no timing_s/testing; leave it out.")
     scoring = makespan(rewards, samples, 1, config.seed) if samples else 0.0
     times["val_rollout"] = _measured(log, "testing", scoring)
     logged = mean(log, "timing_s/testing")

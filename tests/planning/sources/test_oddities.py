@@ -10,7 +10,7 @@ from dataflow.planning.plan import make_plan
 from dataflow.planning.sources.oddities import exception, oddities
 from dataflow.planning.sources.scalars import Scalars
 
-NEEDED = ("prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4")
+NEEDED = ("prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4")
 STEPS = range(1, 11)
 USUAL = {"gen": 40.0, "reward": 0.5, "old_log_prob": 8.0, "adv": 30.0, "update_actor": 20.0}
 
@@ -79,7 +79,7 @@ def test_a_plan_has_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zero", [["step"], ["step", *USUAL]])
 def test_a_log_whose_steps_take_no_time_is_planned_without_a_replay(zero: list[str], tmp_path: Path) -> None:
     columns: dict[str, Any] = dict(log().columns) | {f"timing_s/{name}": dict.fromkeys(STEPS, 0.0) for name in zero}
-    plan = make_plan(written(Scalars("a log", columns), tmp_path / "log.csv"), [*NEEDED, "reward.latency=3"])
+    plan = make_plan(written(Scalars("a log", columns), tmp_path / "log.csv"), [*NEEDED, "log.latency=3"])
     assert plan.replay is None
     assert "policy" in plan.text()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import ConfigError, DataError, PolicyError
+from dataflow.planning.plan import make_plan
 from dataflow.planning.planner import predict
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
@@ -19,7 +20,7 @@ from dataflow.planning.workload import Measured, Workload
 from dataflow.policy import preset
 
 PUBLISHED = Path(__file__).parents[3].parent / "shared" / "data" / "traces"
-NEEDED = ("prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4")
+NEEDED = ("prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4")
 
 
 def write(path: Path, columns: Mapping[str, list[object]]) -> str:
@@ -57,7 +58,7 @@ def total(workload: Workload, policy: str) -> float:
 
 
 def test_a_baseline_is_predicted_as_it_was_logged(log: str) -> None:
-    workload, _config = read_workload(log, [*NEEDED, "reward.latency=10", "reward.agent=per-step"])
+    workload, _config = read_workload(log, [*NEEDED, "log.latency=10", "reward.agent=per-step"])
     assert workload.steps == 4
     assert workload.logged == ("baseline", 262.0, 4, None)
     assert workload.validation is not None
@@ -67,15 +68,65 @@ def test_a_baseline_is_predicted_as_it_was_logged(log: str) -> None:
 
 
 def test_the_latency_is_fitted_to_the_waits_and_said(log: str) -> None:
-    given, _ = read_workload(log, [*NEEDED, "reward.latency=9"])
+    given, _ = read_workload(log, [*NEEDED, "log.latency=9"])
     assert given.rewards.latency.mean == pytest.approx(10.0)
-    assert any("so reward.latency=9 (average 9.00 s) is scaled to it" in sentence for sentence in given.assumptions)
-    taken, _ = read_workload(log, [*NEEDED, "reward.latency=9", "reward.fit=false"])
-    assert taken.rewards.latency.mean == 9.0
-    assert not any("scaled" in sentence for sentence in taken.assumptions)
+    assert any("so log.latency=9 (average 9.00 s) is scaled to it" in sentence for sentence in given.assumptions)
     unknown, _ = read_workload(log, NEEDED)
     assert any("a request on average; they are taken to spread evenly" in sentence for sentence in unknown.assumptions)
     assert total(unknown, "baseline") == pytest.approx(total(given, "baseline"), rel=0.15)
+
+
+def same(a: Workload | None, b: Workload | None) -> None:
+    assert a is not None
+    assert b is not None
+    assert a.pipeline.explain() == b.pipeline.explain()
+    assert replace(a, pipeline=b.pipeline) == b
+
+
+WHAT_IFS: dict[str, dict[str, object]] = {
+    "reward.concurrency=8": {"concurrency": 8},
+    "reward.latency=3": {"latency": 3.0},
+    "reward.rpm=60": {"rpm": 60.0},
+    "reward.agent=per-step": {"agent": "per-step"},
+    "balance_batch=false": {"scattered": False},
+}
+
+
+@pytest.mark.parametrize("key", WHAT_IFS)
+def test_a_key_changes_what_is_planned_and_not_what_the_log_ran_with(log: str, key: str) -> None:
+    logged, _ = read_workload(log, NEEDED)
+    workload, _ = read_workload(log, [*NEEDED, key])
+    for name, value in WHAT_IFS[key].items():
+        found = getattr(workload.rewards, name)
+        assert (found.mean if name == "latency" else found) == value
+    if "latency" not in key:
+        assert workload.rewards.latency == logged.rewards.latency
+    same(workload.loop, logged.loop)
+    assert workload.ran_with == "log.concurrency=4"
+
+
+def test_the_seconds_of_a_stage_are_a_what_if_of_a_log_too(log: str, tmp_path: Path) -> None:
+    logged, _ = read_workload(log, NEEDED)
+    workload, _ = read_workload(log, [*NEEDED, "stages.rollout=1", "stages.val_rollout=2", "stages.values=3"])
+    assert [workload.times[name].mean for name in ("rollout", "val_rollout", "values")] == [1, 2, 3]
+    assert workload.times["actor_update"] == logged.times["actor_update"]
+    same(workload.loop, logged.loop)
+    path = write(tmp_path / "a.csv", {"gen": [9, 9], "adv": [9, 9], "update_actor": [4, 4]})
+    added, _ = read_workload(path, [*NEEDED, "checkpoint.every=1", "stages.checkpoint=5", "stages.ref_log_prob=2"])
+    assert {"checkpoint", "ref_log_prob"} < set(added.pipeline.by_name)
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published logs are not beside this checkout")
+@pytest.mark.parametrize(("concurrency", "step_s"), [(128, 805.6), (512, 271.2)])
+def test_more_or_fewer_requests_in_flight_than_a_published_run_had(concurrency: int, step_s: float) -> None:
+    source = str(PUBLISHED / "qwen2-7b_megatron_baseline.csv")
+    plan = make_plan(
+        source,
+        ["prompts=1024", "responses=5", "mini_batches=4", "log.concurrency=256", f"reward.concurrency={concurrency}"],
+    )
+    assert {row.policy: row.step_s for row in plan.rows}["both"] == pytest.approx(step_s, abs=0.1)
+    assert plan.text().startswith(f"{source}: it ran with log.concurrency=256; planned are 105 steps of 1024 x 5")
 
 
 def test_rewards_that_never_made_the_log_wait_come_at_once(tmp_path: Path) -> None:
@@ -89,23 +140,23 @@ def test_rewards_that_never_made_the_log_wait_come_at_once(tmp_path: Path) -> No
 
 def test_the_latency_is_asked_for_where_no_wait_is_logged(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", {"gen": [9, 9], "reward": [0.5, 0.5], "update_actor": [4, 4]})
-    with pytest.raises(ConfigError, match=r"does not say 'reward.latency'; give reward.latency=.* timing_s/adv"):
+    with pytest.raises(ConfigError, match=r"does not say 'log.latency'; give log.latency=.* timing_s/adv"):
         read_workload(path, NEEDED)
-    workload, _ = read_workload(path, [*NEEDED, "reward.latency=7"])
+    workload, _ = read_workload(path, [*NEEDED, "log.latency=7"])
     assert workload.rewards.latency.mean == 7
     assert "it shows no waits for rewards" in workload.assumptions[0]
 
 
 def test_a_loop_that_waits_in_its_reward_function_is_distinguished(tmp_path: Path) -> None:
     columns = {"gen": [9], "reward": [40], "old_log_prob": [5], "ref": [3], "adv": [0.2], "update_actor": [4]}
-    workload, _ = read_workload(write(tmp_path / "a.csv", columns), [*NEEDED, "reward.latency=10"])
+    workload, _ = read_workload(write(tmp_path / "a.csv", columns), [*NEEDED, "log.latency=10"])
     assert workload.rewards.latency.mean == pytest.approx(10.0)
     assert "reward_request" not in workload.times
     assert any("before the log-probs" in sentence for sentence in workload.assumptions)
 
 
 def test_a_validation_is_generation_and_scoring(log: str) -> None:
-    keys = [*NEEDED, "reward.latency=10"]
+    keys = [*NEEDED, "log.latency=10"]
     plain, _ = read_workload(log, keys)
     apart, _ = read_workload(log, [*keys, "validation.samples=4"])
     assert plain.times["val_rollout"].mean == 15
@@ -120,10 +171,10 @@ def test_a_validation_is_generation_and_scoring(log: str) -> None:
     [
         (NEEDED[1:], "does not say 'prompts'; give prompts=1024"),
         (NEEDED[:1] + NEEDED[2:], "does not say 'responses'"),
-        (NEEDED[:3], "does not say 'reward.concurrency'; give reward.concurrency=256"),
-        ((*NEEDED[:3], "reward.concurrency=0"), "reward.concurrency=0: give a number greater than 0"),
-        ((*NEEDED, "reward.latency=unifrom:1:40"), "no distribution is named 'unifrom'; did you mean 'uniform'?"),
-        ((*NEEDED, "reward.latncy=3"), "unknown key 'reward.latncy'; did you mean 'reward.latency'?"),
+        (NEEDED[:3], "does not say 'log.concurrency'; give log.concurrency=256"),
+        ((*NEEDED[:3], "log.concurrency=0"), "log.concurrency=0: give a number greater than 0"),
+        ((*NEEDED, "log.latency=unifrom:1:40"), "no distribution is named 'unifrom'; did you mean 'uniform'?"),
+        ((*NEEDED, "log.latncy=3"), "unknown key 'log.latncy'; did you mean 'log.latency'?"),
         (("rollout.n=5",), "unknown key 'rollout.n'; verl's 'actor_rollout_ref.rollout.n' is 'responses' in a plan."),
         (("data.train_batch_size=8",), "verl's 'data.train_batch_size' is 'prompts' in a plan."),
         (("engine.n=8",), "'engine.n' of a run is 'responses' in a plan."),
@@ -133,8 +184,15 @@ def test_a_validation_is_generation_and_scoring(log: str) -> None:
             "is 'mini_batches' in a plan: data.train_batch_size / ppo_mini_batch_size.",
         ),
         ((*NEEDED, "reward.agent=per_step"), "did you mean 'per-step'?"),
-        ((*NEEDED, "reward.rpm=1"), "requests a step cannot be answered in the 40 s"),
-        ((*NEEDED, "stages.rollout=3"), "a verl log holds the times of its stages"),
+        ((*NEEDED, "log.rpm=1"), "requests a step cannot be answered in the 40 s"),
+        (
+            (*NEEDED, "stages.rolout=3"),
+            "stages.rolout: no stage has that name; did you mean 'rollout'?",
+        ),
+        (
+            (*NEEDED[:3], "reward.concurrency=4"),
+            "does not say 'log.concurrency'; give log.concurrency=256 or what it is ",
+        ),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(log: str, keys: tuple[str, ...], message: str) -> None:
@@ -145,7 +203,7 @@ def test_what_is_missing_or_wrong_is_said(log: str, keys: tuple[str, ...], messa
 
 def test_mini_batches_divide_the_prompts(log: str) -> None:
     with pytest.raises(PolicyError, match="mini_batches=3 does not divide 8 prompt groups"):
-        read_workload(log, ["prompts=8", "responses=2", "mini_batches=3", "reward.concurrency=4"])
+        read_workload(log, ["prompts=8", "responses=2", "mini_batches=3", "log.concurrency=4"])
 
 
 @pytest.mark.parametrize("bad", ["-1", "nan"])
@@ -203,8 +261,8 @@ def test_the_interval_of_validation_is_that_of_the_whole_run(
 
 
 FACTS = (
-    "steps=105", "prompts=1024", "responses=5", "mini_batches=4", "reward.latency=uniform:1:40",
-    "reward.concurrency=256", "reward.agent=per-step", "validation.every=5", "validation.samples=1319",
+    "steps=105", "prompts=1024", "responses=5", "mini_batches=4", "log.latency=uniform:1:40",
+    "log.concurrency=256", "reward.agent=per-step", "validation.every=5", "validation.samples=1319",
     "checkpoint.every=20",
 )  # fmt: skip
 
@@ -239,8 +297,8 @@ def test_all_that_a_log_does_not_say_is_asked_for_at_once(tmp_path: Path, log: s
     with pytest.raises(ConfigError) as error:
         read_workload(log, ["responses=2"])
     assert str(error.value) == (
-        f"{log} does not say prompts, mini_batches and reward.concurrency; "
-        "give prompts=1024 mini_batches=4 reward.concurrency=256 or what they are."
+        f"{log} does not say prompts, mini_batches and log.concurrency; "
+        "give prompts=1024 mini_batches=4 log.concurrency=256 or what they are."
     )
     tokens = tmp_path / "tokens.csv"
     tokens.write_text(
@@ -281,8 +339,8 @@ def test_a_log_that_has_overlapped_is_said_to_be_no_baseline(name: str, tmp_path
     with pytest.raises(ConfigError) as error:  # its waits cannot be fitted
         read_workload(path, NEEDED[1:])
     assert str(error.value).startswith("this log is of a run that overlaps steps already, not of a baseline: ")
-    assert "does not say prompts and reward.latency; give prompts=1024 reward.latency=uniform:1:40" in str(error.value)
-    workload, _config = read_workload(path, [*NEEDED, "reward.latency=7"])
+    assert "does not say prompts and log.latency; give prompts=1024 log.latency=uniform:1:40" in str(error.value)
+    workload, _config = read_workload(path, [*NEEDED, "log.latency=7"])
     assert "overlaps steps already" in workload.caution
     assert workload.rewards.latency.mean == 7
     assert workload.logged == ("", 60.0 * steps, steps, None)
@@ -304,20 +362,20 @@ def test_a_log_of_mini_batches_is_recognised_where_its_steps_show_it(
     mini_batches: int, steps: int, tmp_path: Path
 ) -> None:
     path = of_updates(tmp_path / "a.csv", mini_batches, steps)
-    keys = ["prompts=8", "responses=2", f"mini_batches={mini_batches}", "reward.concurrency=4"]
+    keys = ["prompts=8", "responses=2", f"mini_batches={mini_batches}", "log.concurrency=4"]
     if mini_batches > 1 and steps > 9:
         doubted, _config = read_workload(path, keys)
         assert "likely not of a baseline, but of a run that updates on mini-batches" in doubted.caution
-        assert doubted.caution.endswith("Give reward.latency=... to settle that: the waits agree with it or not.")
+        assert doubted.caution.endswith("Give log.latency=... to settle that: the waits agree with it or not.")
         assert not any("taken for that of a baseline" in sentence for sentence in doubted.assumptions)
         # Its rewards take 25 s a request.
-        workload, _config = read_workload(path, [*keys, "reward.latency=25"])
+        workload, _config = read_workload(path, [*keys, "log.latency=25"])
         assert "Its latency settles that: the log's waits are those of rewards that take" in workload.caution
         assert workload.rewards.latency.mean == 25
         assert workload.logged is not None
         assert workload.logged[0] == ""
         # A baseline of quicker rewards would have the same waits.
-        quicker = f"reward.latency={doubted.rewards.latency.mean:.3f}"
+        quicker = f"log.latency={doubted.rewards.latency.mean:.3f}"
         settled, _config = read_workload(path, [*keys, quicker])
         assert not settled.caution
         assert settled.assumptions[0].endswith(f"its waits are as long as {quicker} makes them.")
@@ -329,11 +387,11 @@ def test_a_log_of_mini_batches_is_recognised_where_its_steps_show_it(
 
 
 def test_waits_too_short_for_the_latency_are_said(log: str) -> None:
-    workload, _config = read_workload(log, [*NEEDED, "reward.latency=13"])
-    assert "the log's waits are those of rewards that take 10 s, not the 13 s of reward.latency=13" in workload.caution
+    workload, _config = read_workload(log, [*NEEDED, "log.latency=13"])
+    assert "the log's waits are those of rewards that take 10 s, not the 13 s of log.latency=13" in workload.caution
     assert workload.logged is not None
     assert workload.loop is not None
-    assert not read_workload(log, [*NEEDED, "reward.latency=10.5"])[0].caution
+    assert not read_workload(log, [*NEEDED, "log.latency=10.5"])[0].caution
 
 
 def tokens(path: Path, samples: int, lengths: list[int]) -> str:

@@ -162,7 +162,7 @@ def test_a_plan_says_where_the_steps_of_a_log_begin_again(
         lines = [json.dumps({"step": step, **dict.fromkeys(names, at)}) for at, step in enumerate(steps)]
     path = tmp_path / f"run.{form}"
     path.write_text("\n".join(lines) + "\n")
-    needed = ["prompts=4", "responses=2", "mini_batches=2", "reward.concurrency=4"]
+    needed = ["prompts=4", "responses=2", "mini_batches=2", "log.concurrency=4"]
     workload, _ = read_workload(str(path), needed)
     assert [expected in said for said in workload.assumptions if "starts again" in said] == [True] * bool(expected)
     assert read_scalars(path).series(GEN)[steps[-1]] == len(steps) - 1

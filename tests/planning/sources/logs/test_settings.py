@@ -56,18 +56,20 @@ def test_the_printed_configuration_is_read_behind_a_byte_order_mark(encoding: st
 def test_what_cannot_be_read_has_to_be_given(text: str, tmp_path: Path) -> None:
     path = console(tmp_path / "train.log", text)
     assert read_settings(path) == {}
-    with pytest.raises(ConfigError, match="does not say prompts, responses, mini_batches and reward"):
+    with pytest.raises(ConfigError, match="does not say prompts, responses, mini_batches and log"):
         read_workload(str(path))
 
 
 def test_a_plan_asks_only_for_what_the_log_does_not_hold(tmp_path: Path) -> None:
     path = console(tmp_path / "train.log", pformat(CONFIG))
-    with pytest.raises(ConfigError, match=r"does not say 'reward\.concurrency'"):
+    with pytest.raises(ConfigError, match=r"does not say 'log\.concurrency'"):
         read_workload(str(path))
-    workload, _config = read_workload(str(path), ["reward.concurrency=4", "responses=2"])
-    assert (workload.prompts, workload.responses, workload.mini_batches) == (64, 2, 2)
+    workload, _config = read_workload(str(path), ["log.concurrency=4", "mini_batches=4"])
+    assert (workload.prompts, workload.responses, workload.mini_batches) == (64, 8, 4)
     assert not workload.rewards.scattered
-    assert "prompts=64 mini_batches=2: from the configuration of verl that the log holds." in workload.assumptions
+    assert "prompts=64 responses=8: from the configuration of verl that the log holds." in workload.assumptions
+    with pytest.raises(ConfigError, match=r"responses=2: the log's configuration of verl has 8; leave it out\."):
+        read_workload(str(path), ["log.concurrency=4", "responses=2"])
 
 
 def test_the_parameters_of_mlflow_are_read(tmp_path: Path) -> None:
