@@ -21,7 +21,7 @@ def check(pipeline: str | Path, *overrides: str, **keys: Any) -> list[Finding]:
         **keys: configuration by name, as of :func:`~dataflow.api.run.run`.
 
     Returns:
-        What each check found; ``state`` is ``ok``, ``problem`` or ``not checked``.
+        What each check found; ``state`` is ``ok``, ``warning``, ``problem`` or ``not checked``.
     """
     from functools import partial
 

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from functools import partial
 
 from dataflow.config.loading.saved import load
+from dataflow.errors import counted
 from dataflow.running.dry import dry_run
 from dataflow.running.preparing.check import Finding
 from dataflow.running.session import prepare_logging
 
-_SHOWN = {"ok": "ok", "problem": "PROBLEM", "not checked": "not checked"}
+_SHOWN = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "not checked": "not checked"}
 
 
 def check(pipeline: str, arguments: Sequence[str], as_json: bool) -> int:
@@ -43,7 +44,8 @@ def table(findings: Sequence[Finding], started: bool = False) -> str:
     state = max(len(_SHOWN[each.state]) for each in findings)
     lines = [f"{_SHOWN[each.state]:<{state}}  {each.what:<{name}}  {each.message}" for each in findings]
     problems = sum(each.state == "problem" for each in findings)
-    later = sum(each.state == "not checked" for each in findings)
+    warnings, later = (sum(each.state == state for each in findings) for state in ("warning", "not checked"))
     message = "1 problem" if problems == 1 else f"{problems or 'no'} problems"
+    message += f", {counted(warnings, 'warning')}" if warnings else ""
     message += f", {later} not checked" if later else ""
     return "\n".join([*lines, "", message if started else f"{message}; nothing was started"])

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from dataflow.config.base import BaseConfig
-from dataflow.errors import UserError
+from dataflow.errors import RunError, UserError
 from dataflow.models.tiny import here_only
 from dataflow.running.preparing.check import Check, Checks, Finding, collect
 from dataflow.running.preparing.needs import Needs, packages
@@ -53,8 +54,12 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
         prepared = began(module, config, given, Progress(quiet=True), partial(Preparation, **_PATIENT))
     except UserError as error:
         yield Finding("resume", "problem", str(error))
-        yield _REST
-        return
+        try:  # of a new run, whose directory is that run's
+            directory = Path(config.runs, config.name or "")
+            prepared = Preparation(config, module, Progress(quiet=True), directory, **_PATIENT)
+        except (RunError, UserError):
+            yield _REST
+            return
     if isinstance(prepared, Complete):
         yield Finding("resume", "ok", f"{prepared.words}; there is nothing left to do")
         return

@@ -7,10 +7,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from loguru import logger
+
 from dataflow.errors import NotChecked, RunError, UserError
 from dataflow.system.extras import missing_extra
+from dataflow.system.secrets.redaction import redact
 
-State = Literal["ok", "problem", "not checked"]
+State = Literal["ok", "warning", "problem", "not checked"]
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,15 @@ class Check:
 
     Attributes:
         what: is checked, in one or two words.
-        find: returns what it found, as a clause, or None if that is not worth a line; raises a
-            :class:`~dataflow.errors.UserError` for a problem, :class:`~dataflow.errors.NotChecked` if it cannot tell.
-        needs: names of earlier checks; after a problem of one of these, this one would find the same fault.
+        find: returns what it found, as a clause, or None if that is not worth a line, or warnings, each a sentence;
+            raises a :class:`~dataflow.errors.UserError` for a problem, :class:`~dataflow.errors.NotChecked` if it
+            cannot tell.
+        needs: names of earlier checks; after a problem of one of these, this one cannot be made, or would find the
+            same fault.
     """
 
     what: str
-    find: Callable[[], str | None]
+    find: Callable[[], str | list[str] | None]
     needs: tuple[str, ...] = ()
 
 
@@ -45,47 +50,53 @@ class Finding:
 
 
 Checks: TypeAlias = Generator[Check, None, None]
-"""Checks in the order of a start. Each is made before the next one is asked for, which may depend on it."""
+"""Checks in the order of a start, the same ones whatever becomes of each. Each is made before the next is asked for."""
 
 
 def make_all(checks: Checks) -> None:
-    """Makes checks until the first problem.
+    """Makes checks until the first problem, and logs their warnings.
 
     Raises:
         UserError: of the first problem.
     """
     with closing(checks):
         for check in checks:
-            check.find()
+            for sentence in found if isinstance(found := check.find(), list) else ():
+                logger.warning(redact(sentence))
 
 
 def collect(checks: Checks) -> Iterator[Finding]:
-    """Makes all checks, and yields what each found; a sentence that two checks end with, once."""
-    wrong, said = set[str](), set[str]()
+    """Makes all checks, and yields what each found; what another one has found is not told again."""
+    wrong, said = set[str](), dict[str, str]()
     with closing(checks):
         for check in checks:
-            found = _found(check, wrong)
-            if found is None:
-                continue
-            if found.state == "problem":
-                wrong.add(found.what)
-                if found.message in said:
-                    continue
-                said.add(found.message)
-            yield found
+            for found in _found(check, wrong):
+                if found.state == "problem":
+                    wrong.add(found.what)
+                    first = said.setdefault(found.message, found.what)
+                    if first != found.what:
+                        found = Finding(found.what, "not checked", _DEPENDS.format(first))
+                elif found.what in wrong:
+                    continue  # a later part of a check that has its line
+                yield found
 
 
-def _found(check: Check, wrong: Collection[str]) -> Finding | None:
+_DEPENDS = "it depends on the check '{}', which found a problem"
+
+
+def _found(check: Check, wrong: Collection[str]) -> list[Finding]:
     if found := [name for name in check.needs if name in wrong]:
-        return Finding(check.what, "not checked", f"it depends on the check '{found[0]}', which found a problem")
+        return [Finding(check.what, "not checked", _DEPENDS.format(found[0]))]
     try:
         message = check.find()
     except NotChecked as reason:
-        return Finding(check.what, "not checked", str(reason))
+        return [Finding(check.what, "not checked", str(reason))]
     except (UserError, RunError) as error:
-        return Finding(check.what, "problem", str(error))
+        return [Finding(check.what, "problem", str(error))]
     except ImportError as error:
         if (why := missing_extra(error)) is None:
             raise
-        return Finding(check.what, "problem", why)
-    return None if message is None else Finding(check.what, "ok", message)
+        return [Finding(check.what, "problem", why)]
+    if isinstance(message, list):
+        return [Finding(check.what, "warning", sentence) for sentence in message]
+    return [] if message is None else [Finding(check.what, "ok", message)]

@@ -23,7 +23,6 @@ from dataflow.running.preparing.cluster import check_cluster
 from dataflow.running.preparing.machine import GIB, GpuMemory, cpu_memory, free_disk, gpu_memory
 from dataflow.running.preparing.memory import Need, Part, gib, need_of, peak, shown
 from dataflow.running.preparing.preparation import Preparation
-from dataflow.running.services.hosting import gpus_of
 from dataflow.system.extras import mismatched, not_installed
 
 _LEAST_DISK = GIB // 10
@@ -72,20 +71,20 @@ class Needs:
         for name, judge in prepared.judges.items():
             if judge.url is not None and name in prepared.right:
                 yield Check("judge" if len(prepared.judges) == 1 else f"judge of {name}", partial(self._judge, name))
-        gpus = gpus_of(prepared.hosts.values())
+        gpus = prepared.gpus
         if config.executor == "ray" and config.ray.address is not None:
-            yield Check("cluster", lambda: check_cluster(config, prepared.hosts))
+            yield Check("cluster", lambda: check_cluster(config, prepared.hosts), ("pipeline",))
         if gpus and config.ray.address is None:
             yield Check("GPUs", lambda: check_count(gpus, len(visible_gpus())))
-        if not isinstance(config, RunConfig) or not prepared.hosts:
+        if not isinstance(config, RunConfig) or (hasattr(prepared, "graph") and not prepared.hosts):
             return
-        need: list[Need] = []
+        need, models = list[Need](), ("pipeline", "model", "critic")
         if gpus:
-            yield Check("GPU memory", lambda: self._gpu_memory(need), needs=("model",))
+            yield Check("GPU memory", lambda: self._gpu_memory(self._read(need)), models)
         else:
-            yield Check("memory", lambda: self._read_need(need), needs=("model",))
-        if need and config.ray.address is None and need[0].cpu:
-            yield Check("CPU memory", lambda: self._cpu_memory(need[0]))
+            yield Check("memory", lambda: self._estimate(need), models)
+        if config.ray.address is None and (need[0].cpu if need else gpus):
+            yield Check("CPU memory", lambda: self._cpu_memory(self._read(need)), models)
         if need and need[0].checkpoint + need[0].model:
             yield Check("disk", lambda: self._disk(need[0]), needs=("directory",))
         else:
@@ -99,24 +98,29 @@ class Needs:
         except ConfigError as error:
             raise ConfigError(keyed(str(error), name)) from error
 
-    def _read_need(self, found: list[Need]) -> None:
+    def _read(self, found: list[Need]) -> Need:
+        """Returns what the run needs; it is estimated once."""
         config = self._config
         assert isinstance(config, RunConfig)
-        if not config.model.path or not Path(config.model.path, "config.json").is_file():
-            raise NotChecked("it is estimated from the model's config.json, which is not on this machine")
-        # Made again, as names of models have become directories.
-        found.append(need_of(config, pipeline_of(self._prepared.module, config).hosts()))
+        if not found:
+            if not config.model.path or not Path(config.model.path, "config.json").is_file():
+                raise NotChecked("it is estimated from the model's config.json, which is not on this machine")
+            # Made again, as names of models have become directories.
+            found.append(need_of(config, pipeline_of(self._prepared.module, config).hosts()))
+        return found[0]
 
-    def _gpu_memory(self, found: list[Need]) -> str:
-        self._read_need(found)
+    def _estimate(self, found: list[Need]) -> None:
+        self._read(found)
+
+    def _gpu_memory(self, need: Need) -> str:
         try:
             gpus = gpu_memory() if self._config.ray.address is None else []
         except NotChecked as reason:
-            sizes = "; ".join(self._unmeasured(parts) for parts in found[0].pools.values())
+            sizes = "; ".join(self._unmeasured(parts) for parts in need.pools.values())
             raise NotChecked(f"{reason}: {sizes} a GPU by estimate") from None
         if not gpus:
             raise NotChecked("the GPUs are those of the cluster at ray.address")
-        return "; ".join(self._fits(pool, parts, gpus) for pool, parts in found[0].pools.items())
+        return "; ".join(self._fits(pool, parts, gpus) for pool, parts in need.pools.items())
 
     def _unmeasured(self, parts: Sequence[Part]) -> str:
         return ", ".join(

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from loguru import logger
-
 from dataflow.config.base import BaseConfig
-from dataflow.config.keys.effects import without_effect
 from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
-from dataflow.config.reward import JudgeConfig, model_of, rule_of, source_of, sources_of
+from dataflow.config.reward import JudgeConfig, model_of, rule_of, source_of
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError, NotChecked, counted
+from dataflow.errors import ConfigError, NotChecked, UserError, counted
 from dataflow.graph import Hosted, TaskGraph
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
-from dataflow.rewards.naming import JUDGE, MAIN, keyed
+from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
 from dataflow.rewards.user.build import scores_alone
 from dataflow.running.auto import load_schedule
 from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check, Checks
-from dataflow.running.preparing.prompts import Prompts
-from dataflow.running.preparing.toy import toy_settings
+from dataflow.running.preparing.prompts import Prompts, settle_trained
+from dataflow.running.preparing.remarks import remarks
 from dataflow.running.reporting.dashboards import check_backends
 from dataflow.running.reporting.progress import Progress
-from dataflow.running.services.hosting import REWARD, check_engine
+from dataflow.running.services.hosting import (
+    CRITIC,
+    REWARD,
+    TRAINER,
+    check_engine,
+    check_trained,
+    gpus_of,
+    reward_host,
+)
 from dataflow.running.services.nodes import check_nodes
 from dataflow.running.services.servers import check_rollout_servers, check_weights_directory
-from dataflow.system.secrets.redaction import redact
 
 
 class Preparation:
@@ -76,10 +80,20 @@ class Preparation:
 
     @property
     def agents(self) -> dict[str, Hosted]:
-        """Those of the run's own reward agents; empty if no stage uses one."""
+        """Those of the run's own reward agents; empty if no stage uses one. Without a graph the main one alone."""
         if not isinstance(self.config, RunConfig):
             return {}
+        if not hasattr(self, "graph") and MAIN not in self.config.unread:
+            with contextlib.suppress(UserError):  # the problem of the pipeline
+                return {MAIN: reward_host(self.config)}
         return {name: host for name, host in self.hosts.items() if host.factory == REWARD}
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that the services need; without a graph as the configuration alone tells it."""
+        if hasattr(self, "graph"):
+            return gpus_of(self.hosts.values())
+        return self.config.gpus if self.config.ray.gpus_per_worker else 0
 
     @property
     def judges(self) -> dict[str, JudgeConfig]:
@@ -112,11 +126,13 @@ class Preparation:
     def expand(self, first: int = 1) -> TaskGraph:
         """Returns the run's task graph from a step on (and keeps it)."""
         config = self.config
-        pipeline = pipeline_of(self.module, config)
-        for sentence in pipeline.unread() if first == 1 and not hasattr(self, "graph") else ():
-            logger.warning(sentence)
         self.graph = expand(
-            pipeline, self.schedule, config.steps, config.optimizer_steps, groups=config.step_groups, first=first
+            pipeline_of(self.module, config),
+            self.schedule,
+            config.steps,
+            config.optimizer_steps,
+            groups=config.step_groups,
+            first=first,
         )
         return self.graph
 
@@ -127,42 +143,47 @@ class Preparation:
         if self.directory is None:
             yield Check("directory", self._check_directory)
         yield Check("pipeline", self._build)  # before the model is made, so that an invalid policy fails at once
-        if isinstance(config, RunConfig):
-            if "rollout" in self.hosts:
-                yield Check("engine", lambda: check_engine(config))
-            if hasattr(self, "graph"):
-                yield Check("reward models", self._check_models)
-            for name, host in self.agents.items():
-                model = model_of(config, source_of(config, name))
-                needs = () if model is None else ("reward models",)
-                yield Check(name, partial(self._check_agent, name, host), needs)
-        with ExitStack() as opened:
-            prompts: Prompts | None = None
-            if isinstance(config, RunConfig):
-                prompts = opened.enter_context(Prompts(config, self.hosts, self._progress, self._keep))
-                yield from prompts.checks()
+        yield Check("pipeline", lambda: self.graph.pipeline.unread(), ("pipeline",))
+        if not isinstance(config, RunConfig):
+            yield Check("inputs", lambda: self._take(self._own_inputs()), ("pipeline",))
+            return
+        # Of a pipeline that cannot be built, the configuration tells most.
+        hosts, built = self.hosts, hasattr(self, "graph")
+        factories = {host.factory for host in hosts.values()}
+        trained = [name for name in config.trained if not built or {"trainer": TRAINER}.get(name, CRITIC) in factories]
+        if not built or "rollout" in hosts:
+            yield Check("engine", lambda: check_engine(config))
+        for name in trained:
+            yield Check(name, partial(self._check_trained, name))
+        if built or config.reward.models:
+            yield Check("reward models", self._check_models, ("pipeline",))
+        for name, host in self.agents.items():
+            model = model_of(config, source_of(config, name))
+            yield Check(name, partial(self._check_agent, name, host), () if model is None else ("reward models",))
+        services = hosts if built else {"rollout": None, **dict.fromkeys(self.agents)}
+        with Prompts(config, services, self._progress, self._keep) as prompts:
+            yield from prompts.checks()
+            for name in trained:  # with the models that are there now
+                yield Check(name, partial(self._check_trained, name), (name, "model"))
             own: dict[str, Callable[[int], Any]] = {}
             yield Check("inputs", lambda: own.update(self._own_inputs(prompts)))
-            if prompts:
-                yield from prompts.made()
-            if hasattr(self, "graph") and (prompts is None or prompts.tokenized):
-                yield Check("inputs", lambda: self._take({**(prompts.fields() if prompts else {}), **own}))
-        if isinstance(config, RunConfig) and any(model.given_urls for model in config.reward.models.values()):
+            yield from prompts.made()
+            if prompts.tokenized and built:
+                self._take({**prompts.fields(), **own})
+        if any(model.given_urls for model in config.reward.models.values()):
             yield Check("model servers", self._check_servers)
-        if isinstance(config, RunConfig) and config.engine.rollout == "server" and "rollout" in self.hosts:
+        if config.engine.rollout == "server" and (not built or "rollout" in hosts):
             # On other nodes it is the engine that looks: this machine need not have the directory.
             if (directory := config.engine.weights_dir) and "rollout" not in config.ray.nodes:
                 yield Check("weights directory", partial(check_weights_directory, directory))
             yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
-        if isinstance(config, RunConfig):
-            yield Check("defaults", self._warn)  # the last, so that wrong input gives one sentence
+        # The last, so that wrong input gives one sentence.
+        yield Check("settings", lambda: remarks(config, prompts.problems, self.right))
 
-    def _warn(self) -> None:
+    def _check_trained(self, name: str) -> None:
         assert isinstance(self.config, RunConfig)
-        config = self.config
-        agents = {s.name: partial(keyed, agent=s.name) for s in sources_of(config) if s.name != MAIN}
-        for sentence in (*toy_settings(config), *without_effect(config, config.given_keys, agents)):
-            logger.warning(redact(sentence))
+        settle_trained(self.config, name)
+        check_trained(self.config, name)
 
     def _check_directory(self) -> str:
         check_directory(self.config)
@@ -200,7 +221,7 @@ class Preparation:
         from dataflow.distribution import parse_distribution
         from dataflow.running.services.agent import check_reward
 
-        collector = self.graph.pipeline.collector
+        collector = self.graph.pipeline.collector if hasattr(self, "graph") else None
         first = collector.host if collector is not None else None
         limits = check_reward(**host.options)
         if host.options["options"].extra_groups and first is not None and name != first.name:
@@ -212,32 +233,42 @@ class Preparation:
             parse_distribution(stand_in.latency, keyed("judge.latency", name))
         self.right.add(name)
         custom, options = source_of(self.config, name).custom, host.options["options"]
+        target = host.options["default"]["target"]
+        changed = [key for key, value in JudgeConfig() if getattr(source_of(self.config, name).judge, key) != value]
+        if target not in (JUDGE, SERVED) and custom.path is None and changed:
+            raise ConfigError(
+                f"{name}.judge.{changed[0]} has no effect: the pipeline has {target} score for agent '{name}'; leave "
+                "it out, or take default= out of its reward_host."
+            )
         judge = "a stand-in for the judge" if name in self.stand_ins else "the judge"
-        scorer = custom.name if custom.path else judge if name in self.judges else host.options["default"]["target"]
+        scorer = custom.name if custom.path else judge if name in self.judges else target
         if scores_alone(options.manager, options.manager_path):
             scorer = f"{name}.manager={options.manager}"
         return f"{scorer}, {counted(limits.concurrency, 'request')} in flight"
 
-    def _own_inputs(self, prompts: Prompts | None) -> Mapping[str, Callable[[int], Any]]:
-        """Returns the fields of the pipeline file's ``inputs``, which may read the run's models."""
-        if prompts is not None and not prompts.settled and hasattr(self.module, "inputs"):
-            raise NotChecked("inputs(config) may need the model, which is not there")
-        return inputs_of(self.module, self.config)
-
-    def _take(self, found: Mapping[str, Callable[[int], Any]]) -> None:
-        """Keeps the pipeline's input fields: those of ``inputs(config)``, and the prompts of a run with a model.
+    def _own_inputs(self, prompts: Prompts | None = None) -> Mapping[str, Callable[[int], Any]]:
+        """Returns the fields of the pipeline file's ``inputs``, which may read the run's models.
 
         Raises:
-            ConfigError: nothing supplies an input.
+            ConfigError: nothing supplies an input of the pipeline.
         """
-        pipeline, file = self.graph.pipeline, self.module.__file__ or ""
-        if missing := [name for name in pipeline.inputs if name not in found]:
+        if prompts is not None and not prompts.settled and hasattr(self.module, "inputs"):
+            raise NotChecked("inputs(config) may need the model, which is not there")
+        own, file = inputs_of(self.module, self.config), self.module.__file__ or ""
+        found = {*own, *(prompts.FIELDS if prompts else ())}
+        if missing := [
+            name for name in (self.graph.pipeline.inputs if hasattr(self, "graph") else ()) if name not in found
+        ]:
             where = f"pipeline file '{file}'" if file else "the pipeline"
             raise ConfigError(
                 f"{where}: nothing supplies its input '{missing[0]}'; define inputs(config), which returns "
                 f"{{'{missing[0]}': a function of the step}}."
             )
-        self.inputs = {name: found[name] for name in pipeline.inputs}
+        return own
+
+    def _take(self, found: Mapping[str, Callable[[int], Any]]) -> None:
+        """Keeps the pipeline's input fields: those of ``inputs(config)``, and the prompts of a run with a model."""
+        self.inputs = {name: found[name] for name in self.graph.pipeline.inputs}
 
     def _check_servers(self) -> str:
         assert isinstance(self.config, RunConfig)

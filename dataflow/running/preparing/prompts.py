@@ -11,6 +11,7 @@ from loguru import logger
 
 from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
+from dataflow.config.training.critic import CriticConfig
 from dataflow.errors import ConfigError, DataError, NotChecked, counted
 from dataflow.executors.inputs import Ahead
 from dataflow.models.processor import takes_images
@@ -42,15 +43,18 @@ class Prompts:
     As a context manager, it ends the process of the tokenizer.
 
     Attributes:
+        problems: the training and the held-out ones, once they are read.
         settled: whether the models are there.
     """
+
+    FIELDS = ("prompts", "val_prompts")
 
     def __init__(self, config: RunConfig, hosts: Collection[str], progress: Progress, keep: bool = True) -> None:
         self._config, self._hosts, self._progress, self._keep = config, hosts, progress, keep
         self._opened = ExitStack()
         self._chats: ChatProcess | None = None
-        self._problems: tuple[Problems, Problems] | None = None
         self._sources: tuple[PromptSource, PromptSource] | None = None
+        self.problems: tuple[Problems, Problems] | None = None
         self.settled = False
 
     def __enter__(self) -> Prompts:
@@ -61,32 +65,36 @@ class Prompts:
 
     def checks(self) -> Checks:
         """Yields the checks of data and model."""
-        config = self._config
         # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
         yield Check("data", self._read)
-        if self._problems is not None and MAIN in self._hosts:
-            problems = self._problems
-            yield Check("references", lambda: check_truths(config, *problems))
+        if MAIN in self._hosts:
+            yield Check("references", self._check_truths, ("data",))
         yield Check("model", self._settle)
-        if self.settled:
-            yield Check("images", lambda: check_images(config))
-            if "rollout" in self._hosts:
-                yield Check("lengths", lambda: check_room(config))
+        yield Check("images", lambda: check_images(self._with_model()), ("model",))
+        if "rollout" in self._hosts:
+            yield Check("lengths", lambda: check_room(self._with_model()), ("model",))
 
     def made(self) -> Checks:
         """Yields the checks of the prompts and of the model's weights, after those of :meth:`checks`."""
         from dataflow.models.checked import WeightsCheck
 
-        if self._problems is None or not self.settled:
-            yield Check("prompts", _unknown)
-            return
-        path, begun = Path(self._config.model.path or ""), list[WeightsCheck]()
+        begun = list[WeightsCheck]()
         with ExitStack() as stack:
-            # In a process of its own, beside the tokenizer.
-            yield Check("weights", lambda: begun.append(stack.enter_context(WeightsCheck(path))))
+            if self.settled:  # in a process of its own, beside the tokenizer
+                path = Path(self._config.model.path or "")
+                yield Check("weights", lambda: begun.append(stack.enter_context(WeightsCheck(path))))
             yield Check("prompts", self._tokenize)
-            if begun:
-                yield Check("weights", lambda: self._wait(begun[0]))
+            yield Check("weights", lambda: self._wait(begun), ("model",))
+
+    def _with_model(self) -> RunConfig:
+        """Returns the configuration once its models are there."""
+        if not self.settled:
+            raise NotChecked("it needs the model, which is not there")
+        return self._config
+
+    def _check_truths(self) -> list[str]:
+        assert self.problems is not None
+        return check_truths(self._config, *self.problems)
 
     def _read(self) -> str:
         from dataflow.data.chats import chats_ahead
@@ -95,12 +103,14 @@ class Prompts:
         options = self._config.data.apply_chat_template_kwargs
         if (ahead := chats_ahead(self._config.model.path, options)) is not None:
             self._chats = self._opened.enter_context(ahead)
-        self._problems = read_problems(self._config.data)
-        train, val = self._problems
-        return f"{train.name}: {counted(len(train.rows), 'row')}; {val.name}: {len(val.rows):,}"
+        self.problems = read_problems(self._config.data)
+        train, val = self.problems
+        most = self._config.data.val_size if self._config.val.every else 0
+        used = "" if most >= len(val.rows) else f", of which {f'the first {most:,}' if most else 'none'} are evaluated"
+        return f"{train.name}: {counted(len(train.rows), 'row')}; {val.name}: {len(val.rows):,}{used}"
 
     def _settle(self) -> str:
-        settle(self._config, self._progress)
+        settle_models(self._config, self._progress)
         self.settled = True
         return str(self._config.model.path)
 
@@ -109,14 +119,16 @@ class Prompts:
         from dataflow.tools import toolbox_of
 
         config = self._config
-        assert self._problems is not None
+        if self.problems is None or not self.settled:
+            raise NotChecked("their length needs the data and the model's tokenizer")
         schemas = toolbox_of(config).schemas if config.tools.offered else None
-        self._sources = load_prompts(config, *self._problems, schemas, self._chats)
+        self._sources = load_prompts(config, *self.problems, schemas, self._chats)
         most = max(source.longest for source in self._sources)
         return f"up to {most:,} tokens (data.max_prompt_length={config.data.max_prompt_length})"
 
-    def _wait(self, check: WeightsCheck) -> str:
-        check.wait(self._keep)
+    def _wait(self, begun: list[WeightsCheck]) -> str:
+        self._with_model()
+        begun[0].wait(self._keep)
         return "they are those of the model's architecture"
 
     @property
@@ -133,35 +145,32 @@ class Prompts:
         return {"prompts": Ahead(train.batch), "val_prompts": lambda step: val}
 
 
-def _unknown() -> str:
-    raise NotChecked("their length needs the data and the model's tokenizer")
-
-
-def check_truths(config: RunConfig, train: Problems, val: Problems) -> None:
+def check_truths(config: RunConfig, train: Problems, val: Problems) -> list[str]:
     """Checks that the data is of the form that the reward manager needs, if it scores without a function.
 
-    Single bad rows are left to the failure rule, and a warning names one; if the first ones all are bad, the data is
-    another. The held-out problems count if the run evaluates on them.
+    Single bad rows are left to the failure rule, and a sentence that is returned names one; if the first ones all are
+    bad, the data is another. The held-out problems count if the run evaluates on them.
 
     Raises:
         DataError: it is not.
     """
     options = config.reward
     if not scores_alone(options.manager, options.manager_path):
-        return
+        return []
     manager = build_manager(options.manager, None, **options.manager_kwargs)
     if not hasattr(manager, "check_truth"):
-        return
+        return []
     rule = parse_rule(options.on_failure)
-    _check_truths(manager, options.manager, train, None if config.data.train else "give data.train=FILE", rule)
+    found = _check_truths(manager, options.manager, train, None if config.data.train else "give data.train=FILE", rule)
     if config.val.every:
         made = None if config.data.val else "give data.val=FILE, or val.every=0 to evaluate nothing"
         held_out = val._replace(rows=val.rows[: config.data.val_size])
-        _check_truths(manager, options.manager, held_out, made, rule.for_validation())
+        found += _check_truths(manager, options.manager, held_out, made, rule.for_validation())
+    return found
 
 
-def _check_truths(manager: Any, name: str, problems: Problems, made: str | None, rule: FailureRule) -> None:
-    """Checks the first rows of one part of the data.
+def _check_truths(manager: Any, name: str, problems: Problems, made: str | None, rule: FailureRule) -> list[str]:
+    """Checks the first rows of one part of the data; returns a sentence if some are bad.
 
     Args:
         manager: with ``check_truth``.
@@ -182,16 +191,16 @@ def _check_truths(manager: Any, name: str, problems: Problems, made: str | None,
         except DataError as error:
             bad.append((at, error))
     if not bad:
-        return
+        return []
     at, first = bad[0]
     label = problems.labels[at] if problems.labels else f"{problems.name}, row {at + 1}"
     problem = f"{label}: reward.manager={name}: {first}"
     if len(bad) == len(rows):
         fix = getattr(first, "fix", "give other data")
         raise DataError(f"{problem}; {fix if made is None else f'the row is a generated one: {made}'}.") from first
-    logger.warning(
+    return [
         f"{problem}. Of the first {len(rows)} rows, {len(bad)} cannot be scored; they end by reward.on_failure={rule}."
-    )
+    ]
 
 
 def settle(config: BaseConfig, progress: Progress) -> None:
@@ -200,8 +209,23 @@ def settle(config: BaseConfig, progress: Progress) -> None:
     Raises:
         ModelError: there is no such model.
     """
-    if not isinstance(config, RunConfig):
-        return
+    if isinstance(config, RunConfig):
+        settle_models(config, progress)
+        for name in config.trained:
+            settle_trained(config, name)
+
+
+def settle_trained(config: RunConfig, name: str) -> None:
+    """Does so with the model that a critic begins with, by the name of its section."""
+    from dataflow.models.tiny import check_model
+
+    section = config.trained[name]
+    if isinstance(section, CriticConfig) and section.path is not None:
+        section.path = str(check_model(section.path, f"{name}.path"))
+
+
+def settle_models(config: RunConfig, progress: Progress) -> None:
+    """Does so with the actor, and with a teacher, and chooses the engine."""
     from dataflow.engines.choice import rollout_engine, why_transformers
     from dataflow.models.tiny import RECIPES, check_model, tiny_model
 

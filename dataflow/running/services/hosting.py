@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError, ModelError
 from dataflow.models.directory import room_of
 from dataflow.models.size import count
-from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
 from dataflow.running.services.nodes import agent_place, model_files, node_rules, on_cluster
 from dataflow.running.services.servers import servers_host
@@ -114,13 +114,7 @@ def pools_of(config: Any, *, critic: bool = False) -> Pools:
 
 
 def trainer_host(config: Any, pools: Pools) -> Hosted:
-    """Returns the host of the trained actor, named ``trainer``.
-
-    Raises:
-        ConfigError: it cannot be trained so.
-    """
-    device = "cuda" if pools.trainer_gpus else "cpu"
-    check_training(config.trainer, config.model.path, device)
+    """Returns the host of the trained actor, named ``trainer``."""
     return Hosted(
         "trainer",
         TRAINER,
@@ -132,7 +126,7 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
             "response_length": config.response_length,
             "temperature": config.engine.temperature,
             "seed": config.seed,
-            "device": device,
+            "device": "cuda" if pools.trainer_gpus else "cpu",
             "reference": config.algorithm.reference,
             "shares_gpu": pools.trainer_gpus > 0 and (pools.shared or pools.critic_gpus > 0),
         },
@@ -151,13 +145,8 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
     Args:
         config: a :class:`~dataflow.config.run.RunConfig` with a section ``critic``.
         pools: made with ``critic=True``.
-
-    Raises:
-        ConfigError: the model that it begins with does not exist, or cannot read what the actor samples, or cannot be
-            trained so.
     """
-    device, model = "cuda" if pools.critic_gpus else "cpu", _critic_model(config)
-    check_training(config.critic, model, device)
+    model = config.critic.path or config.model.path
     return Hosted(
         "critic",
         CRITIC,
@@ -166,7 +155,7 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
             "critic": config.critic,
             "total_steps": config.steps,
             "seed": config.seed,
-            "device": device,
+            "device": "cuda" if pools.critic_gpus else "cpu",
             "threads": config.trainer.threads,
             "shares_gpu": pools.critic_gpus > 0,
         },
@@ -183,15 +172,26 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
     )
 
 
-def _critic_model(config: Any) -> str | None:
-    """Returns the directory of the model that the critic begins with; None while the actor's is still to be made."""
-    actor, own = config.model.path, config.critic.path
-    if own is None:
-        return str(actor) if actor else None
-    found = str(check_model(own, "critic.path"))
-    if actor and Path(actor).is_dir():
-        check_reader(config, found, "critic.path")
-    return found
+def check_trained(config: Any, name: str) -> None:
+    """Checks that a model can be trained as its section says, with what the run samples.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        name: of the section: ``trainer``, or another one of a model that is trained.
+
+    Raises:
+        ConfigError: it cannot; a critic of another model cannot read what the actor samples.
+    """
+    section, actor = getattr(config, name), config.model.path
+    own = getattr(section, "path", None)
+    if name == "trainer" and config.engine.temperature == 0:
+        raise ConfigError(
+            "engine.temperature=0: training divides the logits by it, and greedy responses to a prompt are all the "
+            "same; give more than 0."
+        )
+    check_training(section, own or actor, "cuda" if config.ray.gpus_per_worker else "cpu")
+    if own and actor and os.path.isdir(own) and os.path.isdir(actor):
+        check_reader(config, own, f"{name}.path")
 
 
 def gpus_of(hosts: Iterable[Hosted]) -> int:
@@ -271,7 +271,7 @@ def check_room(config: Any) -> None:
             f"{key}={tokens}: with a prompt that is more than the {positions} tokens that model "
             f"'{config.model.path}' can read; lower it."
         )
-    kind = _engine(config, "cuda" if config.ray.gpus_per_worker else "cpu")
+    kind = engine_kind(config)
     # vLLM and servers reserve memory for the longest possible prompt; transformers for each actual one.
     longest = config.data.max_prompt_length
     if kind != "hf" and positions is not None and longest + tokens > positions:
@@ -317,10 +317,10 @@ def check_engine(config: Any) -> str:
     return rollout_engine(config.engine.rollout, **circumstances(config))
 
 
-def _engine(config: Any, device: str) -> str:
-    """Returns the kind of the rollout engine, whether it is installed or not."""
+def engine_kind(config: Any, **known: Any) -> str:
+    """Returns the kind of the rollout engine, whether it is installed or not, with circumstances known otherwise."""
     name = config.engine.rollout
-    return str(name) if name != "auto" else rollout_engine(name, **circumstances(config) | {"device": device})
+    return str(name) if name != "auto" else rollout_engine(name, **circumstances(config) | known)
 
 
 def rollout_host(config: Any, gpus: float) -> Hosted:
@@ -335,7 +335,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
     """
     draw = config.engine
     device = "cuda" if gpus else "cpu"
-    kind = _engine(config, device)
+    kind = engine_kind(config, device=device)
     for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
         if why := refused_temperature(value, kind):
             raise ConfigError(f"{key}.temperature={value:g}: {why}.")

@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 
 from dataflow.cli import main
+from dataflow.config.loading.saved import load
 from dataflow.errors import counted
 from dataflow.running import dry as dry_run
 from dataflow.running.preparing import needs
+from dataflow.running.preparing.check import make_all
+from dataflow.running.preparing.preparation import Preparation
+from dataflow.running.reporting.progress import Progress
+from tests.rigs.logs import logged
 from tests.rigs.stand_ins import QWEN_05B, found_right, show_gpus, write_model
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +58,7 @@ def test_of_a_run_that_can_start_every_line_is_ok(
     dry: Dry, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = (f"model.path={model}", "engine.rollout=hf", "data.train_size=200", "data.val_size=8")
+    keys += ("trainer.lr=1e-6", "engine.max_tokens=64")
     code, found, problems = dry(*keys)
     assert (code, problems) == (0, [])
     assert set(found) == {
@@ -135,11 +141,123 @@ def test_each_wrong_key_beside_others_of_its_section_is_one_problem(
 
 
 def test_a_key_without_effect_is_a_warning(dry: Dry, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ("data.train_size=200", "data.val_size=8", "val.every=0", "val.n=4", "executor=inline", "ray.num_cpus=2")
+    keys = ("data.train_size=200", "val.every=0", "val.n=4", "executor=inline", "ray.num_cpus=2")
     assert main(["run", PIPELINE, "dry=true", *keys]) == 0
-    said = capsys.readouterr().err
-    assert "val.n has no effect with val.every=0; leave it out, or change that." in said
+    said = capsys.readouterr().out
+    assert "WARNING      settings       val.n has no effect with val.every=0; leave it out, or change that." in said
     assert "ray.num_cpus has no effect with executor=inline;" in said
+    assert said.splitlines()[-1].startswith("no problems, 2 warnings, ")
+
+
+@pytest.mark.slow
+def test_held_out_problems_that_are_not_evaluated_are_counted(dry: Dry, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 40)
+    (tmp_path / "val.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 600)
+    _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl")
+    assert found["data"] == "ok: train.jsonl: 40 rows; val.jsonl: 600, of which the first 512 are evaluated"
+    assert found["settings"] == (
+        "warning: data.val_size=512: of the 600 problems of val.jsonl, evaluations use the first 512; give "
+        "data.val_size=600 to use all."
+    )
+    _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl", "data.val_size=512")
+    assert "of which the first 512" in found["data"]
+    assert "settings" not in found, "who gives a number knows it"
+    _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl", "data.val_size=900")
+    assert found["settings"] == "warning: data.val_size=900 has no effect: val.jsonl has 600 problems; leave it out."
+    _code, found, _problems = dry("data.train=train.jsonl", "data.val_size=9", "data.image_key=pictures")
+    assert found["data"] == "ok: train.jsonl: 40 rows; generated held-out problems: 9"
+
+
+def test_evaluations_on_other_problems_than_those_trained_on_are_named(dry: Dry, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 40)
+    _code, found, _problems = dry("data.train=train.jsonl", "data.val_size=9")
+    assert found["settings"].startswith("warning: data.val: no file is given, so that evaluations (val.every=3) use 9 ")
+    assert "settings" not in dry("data.train=train.jsonl", "val.every=0")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["engine.top_k=1"], "engine.top_k=1 takes the likeliest token each time, so that the engine.n=8 responses"),
+        (["engine.min_p=1"], "engine.min_p=1 takes the likeliest token each time, so that the engine.n=8 responses"),
+        (["policy=auto", "steps=6"], "policy=auto stays at the baseline in a run of 6 steps: it plans after step 3"),
+        (["engine.max_num_seqs=8"], "engine.max_num_seqs has no effect with engine.rollout=hf and engine.replicas=1"),
+        (
+            [SCORES, "reward.model_tokenizer=/tokenizer"],
+            "reward.model_tokenizer has no effect: compute_score of custom_reward_function.path=",
+        ),
+        (
+            [SCORES, "reward.router_address=h:1"],
+            "reward.router_address has no effect: compute_score of custom_reward_function.path=",
+        ),
+    ],
+)
+def test_a_start_says_at_once_what_a_dry_run_says(keys: list[str], said: str, dry: Dry, model: Path) -> None:
+    keys = [*keys, "data.train_size=200", "data.val_size=8", f"model.path={model}", "trainer.lr=1e-6"]
+    keys += ["engine.max_tokens=64", *(["engine.rollout=hf"] if "rollout" not in str(keys) else [])]
+    _code, found, _problems = dry(*keys)
+    assert found["settings"].startswith(f"warning: {said}")
+    module, config = load(PIPELINE, keys)
+    with logged() as messages:
+        make_all(Preparation(config, module, Progress(quiet=True)).checks())
+    assert [f"warning: {message}" for message in messages] == [found["settings"]]
+
+
+def test_the_actors_training_and_a_critics_are_checked(dry: Dry) -> None:
+    sizes = ("data.train_size=200", "data.val_size=8")
+    code, found, (problem,) = dry(*sizes, "engine.temperature=0")
+    assert code == 2
+    assert found["trainer"] == f"problem: {problem}"
+    assert problem.startswith("engine.temperature=0: training divides the logits by it")
+    ppo = str(ROOT / "pipelines" / "ppo_critic.py")
+    assert dry(*sizes, "critic.warmup=30", pipeline=ppo)[1]["settings"] == (
+        "warning: critic.warmup=30: in none of the run's 30 steps the actor is trained; lower it."
+    )
+
+
+LINES = ("configuration", "packages", "directory", "pipeline", "engine", "reward", "data", "model", "prompts",
+         "weights", "GPUs", "GPU memory", "CPU memory", "disk")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ("critic.path=/no/where", "critic"),
+        ("critic.optimizer_impl=no.such.module", "critic"),
+        ("trainer.optimizer_kwargs={nonsense: 1}", "trainer"),
+        ("engine.stop=nonsense", "pipeline"),
+        ("engine.replicas=2", "pipeline"),  # with executor=inline
+        ("custom_reward_function.path=no.py", "reward"),
+        ("data.train=no.jsonl", "data"),
+        ("model.path=/no/where", "model"),
+        ("policy.max_staleness=9", None),
+    ],
+)
+def test_every_check_has_its_line_whatever_became_of_another(
+    key: str, wrong: str | None, dry: Dry, model: Path
+) -> None:
+    keys = ["ray.gpus_per_worker=1", "trainer.world_size=16", "data.prompts=64", "data.val_size=8", "engine.rollout=hf"]
+    keys += [] if key.startswith("model") else [f"model.path={model}"]
+    keys += ["executor=inline"] if key.startswith("engine.replicas") else []
+    code, found, problems = dry(*keys, key, pipeline=str(ROOT / "pipelines" / "ppo_critic.py"))
+    assert code == 2
+    assert [name for name in LINES if name not in found] == []
+    assert found["GPUs"].startswith("problem: ray.gpus_per_worker: the run needs 16 GPUs, and finds none")
+    assert found["engine"] == "ok: hf"
+    assert len(problems) == 2
+    if wrong is not None:
+        assert found[wrong].startswith("problem: ")
+
+
+def test_a_resume_that_is_refused_leaves_the_other_lines(dry: Dry, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").write_text("nonsense: [")
+    code, found, problems = dry("name=mine", "resume=auto", "data.train_size=200", "data.val_size=8")
+    assert code == 2
+    assert found["resume"] == f"problem: {problems[0]}"
+    assert {"pipeline", "engine", "reward", "data", "model", "disk"} <= set(found)
 
 
 def test_own_inputs_are_not_checked_without_the_model(dry: Dry) -> None:

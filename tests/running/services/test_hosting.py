@@ -13,11 +13,13 @@ from dataflow.cluster.shared_paths import SharedPaths
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
 from dataflow.errors import ConfigError, UserError
+from dataflow.running.preparing.prompts import settle_trained
 from dataflow.running.services.hosting import (
     HF,
     REPLICAS,
     VLLM,
     VLLM_ON_GPU,
+    check_trained,
     critic_host,
     pools_of,
     reward_host,
@@ -155,7 +157,7 @@ def test_the_critic_begins_with_the_actors_model_or_another_with_its_tokens(tmp_
     assert (host.name, host.ranks, host.options["model"], host.options["device"]) == ("critic", 2, "actor", "cpu")
     missing = ppo(model={"path": "actor"}, critic={"path": str(tmp_path / "none")})
     with pytest.raises(UserError, match=r"critic\.path=.*none does not exist"):
-        critic_host(missing, pools_of(missing, critic=True))
+        settle_trained(missing, "critic")
 
 
 def test_torchs_cached_memory_is_freed_for_the_critic() -> None:
@@ -175,12 +177,13 @@ def test_a_critic_that_cannot_read_what_the_actor_may_write_is_refused(tmp_path:
     sections: dict[str, Any] = {"model": {"path": str(tiny_qwen)}, "critic": {"path": str(own)}}
     config = ppo(**sections, data={"max_prompt_length": 30}, engine={"max_tokens": 11})
     with pytest.raises(ConfigError, match=r"critic.path=.*: it reads 40 tokens, a prompt and its response may have 41"):
-        critic_host(config, pools_of(config, critic=True))
+        check_trained(config, "critic")
     fits = ppo(**sections, data={"max_prompt_length": 30}, engine={"max_tokens": 10})
+    check_trained(fits, "critic")
     assert critic_host(fits, pools_of(fits, critic=True)).options["model"] == str(own)
     (own / "config.json").write_text(json.dumps(known | {"vocab_size": 20}))
     with pytest.raises(ConfigError, match=r"critic.path=.*: it knows 20 tokens, the actor"):
-        critic_host(fits, pools_of(fits, critic=True))
+        check_trained(fits, "critic")
 
 
 def test_the_penalty_for_overlong_responses_follows_the_longest_one() -> None:

@@ -1,0 +1,99 @@
+"""What a run does otherwise than its settings say: keys whose effect other keys or the data take away."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dataflow.algorithms.estimators import ESTIMATORS
+from dataflow.config.keys.effects import without_effect
+from dataflow.config.reward import Source, sources_of
+from dataflow.config.run import RunConfig
+from dataflow.config.training.critic import CriticConfig
+from dataflow.data.rows import IMAGES
+from dataflow.errors import counted
+from dataflow.planning.auto.controller import LEAST_LEFT, MEASURED
+from dataflow.rewards.naming import MAIN, keyed
+from dataflow.rewards.user.function import CONTEXT, load_reward, takes
+from dataflow.running.preparing.toy import toy_settings
+from dataflow.running.services.hosting import engine_kind
+
+if TYPE_CHECKING:
+    from dataflow.data.prompts import Problems
+
+
+def remarks(config: RunConfig, problems: tuple[Problems, Problems] | None, right: Collection[str]) -> list[str]:
+    """Returns a sentence for each setting that has no effect, or another one than it seems.
+
+    Args:
+        config: of the run.
+        problems: the training and the held-out ones; None if the data cannot be read.
+        right: names of the reward agents that were found right.
+    """
+    agents = {s.name: partial(keyed, agent=s.name) for s in sources_of(config) if s.name != MAIN}
+    policy = config.policy
+    stale = policy.limit if policy.auto else policy.resolve(config.optimizer_steps).max_staleness
+    settled = {"engine.rollout": engine_kind(config), "policy.max_staleness": stale}
+    found = [*toy_settings(config), *without_effect(config, config.given_keys, agents, settled), *_of_steps(config)]
+    found += [sentence for s in sources_of(config) if s.name in right for sentence in _of_function(s)]
+    return found if problems is None else found + list(_of_data(config, *problems))
+
+
+def _of_steps(config: RunConfig) -> Iterator[str]:
+    draw, steps = config.engine, counted(config.steps, "step")
+    compares = ESTIMATORS[config.algorithm.adv_estimator].against == "group" and draw.n > 1
+    greedy = "engine.top_k=1" if draw.top_k == 1 else "engine.min_p=1" if draw.min_p == 1 else None
+    if greedy and compares and "algorithm.adv_estimator" not in config.unread:
+        yield (
+            f"{greedy} takes the likeliest token each time, so that the engine.n={draw.n} responses to a prompt are "
+            f"the same, which algorithm.adv_estimator={config.algorithm.adv_estimator} compares; raise top_k or lower "
+            "min_p."
+        )
+    if config.policy.auto and config.steps < MEASURED + LEAST_LEFT:
+        yield (
+            f"policy=auto stays at the baseline in a run of {steps}: it plans after step {MEASURED}, and no more in "
+            f"the last {LEAST_LEFT}; give more steps, or the policy."
+        )
+    for name, section in config.trained.items():
+        if isinstance(section, CriticConfig) and section.warmup >= config.steps:
+            yield f"{name}.warmup={section.warmup}: in none of the run's {steps} the actor is trained; lower it."
+
+
+def _of_function(source: Source) -> Iterator[str]:
+    """Yields what is said of options for a reward function that has no parameter for them."""
+    custom = source.custom
+    if custom.path is None:
+        return
+    given = {name: key for name, key in CONTEXT.items() if getattr(source.options, key.removeprefix("reward."), None)}
+    if not given:
+        return
+    function = load_reward(custom.path, custom.name, custom.reward_kwargs)
+    for name, key in given.items():
+        if not takes(function, name):
+            yield keyed(
+                f"{key} has no effect: {custom.name} of custom_reward_function.path={custom.path} has no parameter "
+                f"{name}; add it, or leave the key out.",
+                source.name,
+            )
+
+
+def _of_data(config: RunConfig, train: Problems, val: Problems) -> Iterator[str]:
+    data, there, most = config.data, len(val.rows), config.data.val_size
+    if config.val.every and data.val is None and data.train is not None:
+        yield (
+            f"data.val: no file is given, so that evaluations (val.every={config.val.every}) use "
+            f"{counted(there, 'generated word problem')}, not problems like those of data.train; give data.val=FILE, "
+            "or val.every=0."
+        )
+    if config.val.every and data.val is not None:
+        chosen = "data.val_size" in config.given_keys
+        if most < there and not chosen:
+            yield (
+                f"data.val_size={most}: of the {there:,} problems of {val.name}, evaluations use the first {most:,}; "
+                f"give data.val_size={there} to use all."
+            )
+        if most > there and chosen:
+            yield f"data.val_size={most} has no effect: {val.name} has {counted(there, 'problem')}; leave it out."
+    if "data.image_key" in config.given_keys and not any(row.get(IMAGES) for row in (*train.rows, *val.rows)):
+        yield f"data.image_key={data.image_key} has no effect: no row has images in a column of that name; correct it."
