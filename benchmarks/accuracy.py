@@ -1,6 +1,6 @@
 """Held-out accuracy of the four policies over several seeds, with and without rollout correction.
 
-    python benchmarks/accuracy.py [seeds=5] [steps=60] [jobs=2] [out=docs/accuracy.json]
+    python benchmarks/accuracy.py [seeds=5] [steps=60] [jobs=2] [policies=both,...] [out=docs/accuracy.json]
 
 Each run trains the default pipeline with a nearly immediate judge, since the effect of a policy on learning depends
 only on the weights and groups that it trains with, not on how long the rewards take. It evaluates 512 held-out problems
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import finish, parsed, start, table, whole
+from _run import begin, finish, parsed, start, table, whole
 
 POLICIES = ("baseline", "mini-batch", "off-policy", "both")
 EVERY, LAST = 3, 3
@@ -35,12 +35,14 @@ def settings(seeds: int) -> Iterator[tuple[str, str | None, int]]:
 
 
 def main(arguments: list[str]) -> int:
-    defaults = {"seeds": "5", "steps": "60", "jobs": "2", "out": "docs/accuracy.json"}
-    given = parsed(arguments, defaults, "use seeds=N steps=N jobs=N out=FILE")
+    defaults = {"seeds": "5", "steps": "60", "jobs": "2", "policies": ",".join(POLICIES)}
+    defaults["out"] = "docs/accuracy.json"
+    given = parsed(arguments, defaults, "use seeds=N steps=N jobs=N policies=A,B out=FILE")
     seeds, steps, jobs = (whole(name, given[name]) for name in ("seeds", "steps", "jobs"))
     out = Path(given["out"])
     curves: dict[str, dict[str, float]] = json.loads(out.read_text()) if out.is_file() else {}
-    wanted = [(key(*one), one) for one in settings(seeds)]
+    policies = given["policies"].split(",")
+    wanted = [(key(*one), one) for one in settings(seeds) if one[0] in policies]
     todo = [one for name, one in wanted if str(steps) not in curves.get(name, {})]
     with tempfile.TemporaryDirectory() as runs:
         running: list[tuple[str, Any]] = []
@@ -124,4 +126,4 @@ def _mean(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    begin(main, ["seeds=1", "steps=3", "policies=both", "out=accuracy.json"])

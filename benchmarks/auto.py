@@ -28,7 +28,7 @@ from random import Random
 from typing import Any
 
 import _real as real
-from _run import table
+from _run import begin, table
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.executors.base import Chunk, Done
@@ -281,7 +281,7 @@ def judged(rows: Sequence[dict[str, Any]], out: str) -> bool:
     return good
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=int, default=200)
     parser.add_argument("--workers", type=int, default=1, help="processes")
@@ -289,12 +289,12 @@ def main() -> None:
     parser.add_argument("--gain", type=float, default=0.03)
     parser.add_argument("-o", dest="out", default="auto.json")
     parser.add_argument("--real", type=int, metavar="N", help="run N real workloads, at most 6, instead")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for name in ("workloads", "workers", "real"):
         if (number := getattr(options, name)) is not None and number < 1:
             parser.error(f"--{name}: give 1 or more.")
     if options.real is not None:
-        sys.exit(not measure_real(options.real, options.out))
+        return not measure_real(options.real, options.out)
     points = workloads(options.workloads)
     with ProcessPoolExecutor(options.workers) as pool:
         jobs = [pool.submit(measure, point, options.replan, options.gain) for point in points]
@@ -313,8 +313,8 @@ def main() -> None:
             cells += [f"{max(row['to_baseline'] for row in of):.3f}"]
             lines.append((kind, *cells, f"{statistics.fmean(len(row['switches']) for row in of):.1f}"))
     print(table(lines))
-    sys.exit(not judged(rows, options.out))
+    return not judged(rows, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    begin(main, ["--workloads", "1"])

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import PIPELINE, table
+from _run import PIPELINE, begin, table
 from rollout import SHAPES, model_of
 
 from dataflow.config.loading.pipeline_file import load_pipeline_file
@@ -176,7 +176,7 @@ def compare(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return row | {"left_out": sum(each["left_out"] for each in rounds)}
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as data.prompts=8"
@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", choices=SHAPES, default="27m")
     parser.add_argument("-o", dest="out", default="checkpoint.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="dataflow-checkpoint-"))
     model = model_of(options.model, folder / "model")
     (folder / "reward.py").write_text(REWARD)
@@ -240,4 +240,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, ["--rounds", "1", "--model", "tiny"])

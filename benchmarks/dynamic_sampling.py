@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _run import table
+from _run import begin, table
 
 from dataflow.batch import Batch
 from dataflow.reward_agent import Limits, RewardAgent
@@ -85,12 +85,12 @@ async def measure(step: int, share: float, first: bool) -> tuple[float, int]:
     return taken, judge.asked
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=0.3, help="of groups whose scores are equal, 0 to 0.5")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("-o", dest="out", default="dynamic_sampling.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not 0 <= options.share <= 0.5:
         parser.error("--share: give 0 to 0.5, so that enough groups are left.")
     found: dict[str, list[tuple[float, int]]] = {"all": [], "first": []}
@@ -124,4 +124,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, ["--steps", "1"])

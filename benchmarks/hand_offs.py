@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import finish, parsed, refuse, start, table, whole
+from _run import begin, finish, parsed, refuse, start, table, whole
 
 from dataflow.errors import PolicyError
 from dataflow.policy import AUTO, preset
@@ -79,4 +79,4 @@ def fastest(seconds: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    begin(main, ["steps=6"])

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import PIPELINE, ROOT, parsed, refuse, table, whole
+from _run import PIPELINE, ROOT, begin, parsed, refuse, table, whole
 
 VICTIMS = ("command", "driver", "raylet", "gcs", "trainer", "rollout", "reward", "judge", "controller")
 ENGINES = ("hf", "vllm")
@@ -286,4 +286,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    begin(main, ["times=1", "victims=driver", "engines=hf"])

@@ -16,19 +16,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _run import finish, start, table
+from _run import begin, finish, start, table
 
 ENGINES = ("hf", "vllm")
 BOUND = 0.05
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as steps=30")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("-o", dest="out", default="learning.json")
     parser.add_argument("--runs", help="keep the runs here; existing ones are not repeated")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     given = dict(item.split("=", 1) for item in options.overrides)
     keys: dict[str, Any] = {"policy": "both", "judge.time_scale": 0, **given}
     runs = Path(options.runs or tempfile.mkdtemp(prefix="dataflow-learning-"))
@@ -54,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, ["steps=1", "--seeds", "1"])

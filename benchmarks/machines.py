@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _delay as delay
 from _machines import Machines, why_not
-from _run import PIPELINE, ROOT, classifier, table
+from _run import PIPELINE, ROOT, begin, classifier, table
 
 CASES = ("spread", "engine", "cut", "trainer", "model", "refused", "delay")
 SMALL = (
@@ -229,4 +229,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    begin(main, ["cases=refused"])

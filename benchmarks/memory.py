@@ -24,7 +24,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _processes import Follower, name_of
-from _run import PIPELINE, ROOT, table
+from _run import PIPELINE, ROOT, begin, table
 
 BOUND = 2.0
 """Largest ratio of a run's memory to that of TRL."""
@@ -86,13 +86,13 @@ def followed(command: list[str]) -> dict[str, Any]:
     return {"mb": memory.most.total(), "processes": memory.processes, "by_process": by_process}
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the run")
     parser.add_argument("--engine", default="hf", choices=("hf", "vllm"))
     parser.add_argument("--trl", default=sys.executable, metavar="PYTHON", help="an interpreter that has trl")
     parser.add_argument("-o", dest="out", type=Path, default=Path("memory.json"))
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(arguments)
     from dataflow.models.tiny import tiny_model
 
     sizes = {"data.prompts": PROMPTS, "engine.n": SAMPLES, "engine.max_tokens": TOKENS, "steps": STEPS}
@@ -116,4 +116,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, [])

@@ -16,21 +16,19 @@ import json
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from _run import table
+from _run import begin, table
 
 from dataflow.planning.plan import make_plan
 from dataflow.planning.simulation.outcomes import processes
 
 STEPS, REWARDS, SLOTS, POLICIES = 105, 5120, 256, 5
 COSTS = """
-steps: 105
 prompts: 1024
 responses: 5
 mini_batches: 4
@@ -43,12 +41,12 @@ BOUNDS = {"cpu": 9.0, "wall": 8.0}
 """Seconds of a plan over those of the loop: processor time of all processes, and time of the clock."""
 
 
-def loop() -> None:
+def loop(steps: int) -> None:
     """Serves the rewards of a run one by one, once for each policy."""
     draw = Random(0).random
     for _ in range(POLICIES):
         free = [0.0] * SLOTS
-        for _ in range(STEPS * REWARDS):
+        for _ in range(steps * REWARDS):
             start = free[0]
             heapq.heapreplace(free, start + 1.0 + 39.0 * draw())
 
@@ -65,18 +63,19 @@ def _spent() -> float:
     return sum(each.ru_utime + each.ru_stime for each in of)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("-o", dest="out", default="plan.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         costs = Path(folder) / "costs.yaml"
-        costs.write_text(COSTS)
+        costs.write_text(f"steps: {options.steps}{COSTS}")
         # Each plan draws its latencies anew.
         rounds = [
             {
-                "loop": measured(loop),
+                "loop": measured(lambda: loop(options.steps)),
                 "plan": measured(lambda n=n: make_plan(str(costs), [f"seed={n}"])),  # type: ignore[misc]
             }
             for n in range(options.rounds)
@@ -93,8 +92,8 @@ def main() -> None:
     Path(options.out).write_text(
         json.dumps({"rounds": rounds, "ratios": ratios, "bounds": BOUNDS, "cores": processes(), "held": good}, indent=1)
     )
-    sys.exit(not good)
+    return not good
 
 
 if __name__ == "__main__":
-    main()
+    begin(main, ["--rounds", "1", "--steps", "5"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import finish, parsed, start, table, whole
+from _run import begin, finish, parsed, start, table, whole
 
 POLICIES = ("baseline", "mini-batch", "off-policy", "both")
 CONCURRENCY, MEAN_DELAY_S, SAMPLES = 64, 20.5, 32 * 8
@@ -83,4 +83,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    begin(main, ["steps=2"])

@@ -34,7 +34,7 @@ from typing import Any
 import _emulated
 import cloudpickle
 from _emulated import memory, noting
-from _run import ROOT, table
+from _run import ROOT, begin, table
 
 from dataflow.batch import Batch
 from dataflow.columns.block_file import BlockFile
@@ -280,7 +280,7 @@ def load(count: int) -> float:
         return time.perf_counter() - begin
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=1024, help="of a step, with 5 responses each")
     parser.add_argument("--longest", type=int, default=LONGEST, help="response, in tokens")
@@ -291,7 +291,7 @@ def main() -> int:
     parser.add_argument("--loaded", type=int, help="measure the loading of as many prompts instead")
     parser.add_argument("--long", type=int, help="measure the memory of the run's process over as many steps instead")
     parser.add_argument("-o", dest="out", default="real_size.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     cloudpickle.register_pickle_by_value(_emulated)
     if options.loaded:
         seconds = load(options.loaded)
@@ -310,4 +310,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, ["--prompts", "8", "--longest", "16", "--steps", "2", "--seconds", "0.01"])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import ROOT, explain, finish, start, table, whole
+from _run import PIPELINE, ROOT, begin, explain, finish, start, table, whole
 
 LAST, GAIN, COLUMNS = 2, 0.10, 3
 KEYS = {"executor": "inline", "engine.rollout": "hf", "reward.concurrency": 256, "judge.time_scale": 0.002}
@@ -92,4 +92,4 @@ def draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    begin(main, [str(PIPELINE), "seeds=1", "steps=5", "out=recipes.json"])

@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import parsed, refuse, table, whole
+from _run import begin, parsed, refuse, table, whole
 from kills import Run
 
 VICTIMS = ("driver", "command", "trainer", "rollout", "reward", "judge", "raylet")
@@ -275,4 +275,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    begin(main, ["kind=inline", "victims=driver", "policies=baseline"])

@@ -23,22 +23,21 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvloop
-from _run import table
+from _run import begin, table
 
-from dataflow.batch import Batch
+import dataflow
+from dataflow import Batch, Carried, Hosted, Latest, Pipeline, RewardAgent, stage
 from dataflow.cluster.process import settle_memory
-from dataflow.executors.base import StageCall
-from dataflow.graph import Hosted, TaskInfo
-from dataflow.reward_agent import Limits, RewardAgent
+from dataflow.reward_agent import Limits
 from dataflow.rewards.decode import decoder
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.judge.prompt import messages
@@ -69,8 +68,13 @@ HERE = [
     Case("sync", 1024, {"first": 1.2}, samples=4 * SAMPLES),
 ]
 ACTOR = [
-    Case("async", 256, {"makespan": 1.05, "first": 1.20}),
+    Case("async", 256, {"makespan": 1.05, "first": 1.20, "cpu_s": 0.3}),
 ]
+
+
+def limited(cases: list[Case], most: int) -> list[Case]:
+    """Returns the rows with at most so many samples."""
+    return [replace(case, samples=min(case.samples, most)) for case in cases]
 
 
 def ideal(delays: list[float], servers: int) -> tuple[float, float]:
@@ -105,15 +109,15 @@ def samples(tokenizer: Any, count: int) -> Batch:
     )
 
 
-def texts() -> Batch:
+def texts(count: int) -> Batch:
     """Returns responses as texts of about as many letters, for rows without decoding."""
     return Batch(
-        [row // GROUP for row in range(SAMPLES)],
+        [row // GROUP for row in range(count)],
         {
-            "response_text": [f"{row} is it. {'x' * TOKENS}\n#### {row}" for row in range(SAMPLES)],
-            "data_source": ["bench"] * SAMPLES,
-            "ground_truth": ["#### 1"] * SAMPLES,
-            "extra_info": [{"question": "How many?", "row": row} for row in range(SAMPLES)],
+            "response_text": [f"{row} is it. {'x' * TOKENS}\n#### {row}" for row in range(count)],
+            "data_source": ["bench"] * count,
+            "ground_truth": ["#### 1"] * count,
+            "extra_info": [{"question": "How many?", "row": row} for row in range(count)],
         },
     )
 
@@ -152,10 +156,10 @@ def scorers(delays: list[float]) -> dict[str, Callable[..., Any]]:
     return {"async": waits, "sync": blocks}
 
 
-def slowness() -> float:
+def slowness(requests: int = SAMPLES) -> float:
     """Returns how many times slower this machine is now than the one of the bounds on CPU time; 1 if it is faster."""
     with start_judge("0") as server:
-        now = statistics.median(uvloop.run(bare_http(server.url, SAMPLES, 64)) for _ in range(3))
+        now = statistics.median(uvloop.run(bare_http(server.url, requests, 64)) for _ in range(3))
     return max(1.0, now / AIOHTTP_MS)
 
 
@@ -164,17 +168,17 @@ def delays_of(count: int) -> list[float]:
     return [rng.uniform(LOW, HIGH) for _ in range(count)]
 
 
-def delayed(rounds: int, tokenizer: Any, ledger: Path | None, slower: float) -> list[dict[str, Any]]:
+def delayed(rounds: int, most: int, tokenizer: Any, ledger: Path | None, slower: float) -> list[dict[str, Any]]:
     """Returns the rows with delays, with the agent in this process."""
     rows = []
-    for case in HERE:
+    for case in limited(HERE, most):
         delays = delays_of(case.samples)
         batch, decode = samples(tokenizer, case.samples), decoder(tokenizer)
         runs = []
         for _ in range(rounds):
             book = Ledger(ledger, f"bench-{time.time_ns()}") if ledger else None
             runs.append(uvloop.run(once(scorers(delays)[case.kind], batch, case.concurrency, decode, book)))
-        bare_s = uvloop.run(bare(scorers(delays)["async"], case.concurrency))
+        bare_s = uvloop.run(bare(scorers(delays)["async"], case.concurrency, case.samples))
         rows.append({**judged(case, runs, slower), "bare_s": bare_s})
     return rows
 
@@ -197,85 +201,82 @@ def judged(case: Case, runs: list[dict[str, float]], slower: float) -> dict[str,
     return {**row, "bounds": scaled, "held": all(row[name] <= bound for name, bound in scaled.items())}
 
 
-def in_actor(rounds: int, tokenizer: str) -> list[dict[str, Any]]:
-    """Returns the rows with the agent in an actor."""
-    import ray
+def in_actor(rounds: int, most: int, tokenizer: str) -> list[dict[str, Any]]:
+    """Returns the rows with the agent in an actor: a run on Ray with a step for each round, after one to warm up."""
+    rows = []
+    for case in limited(ACTOR, most):
+        with tempfile.TemporaryDirectory() as runs:
+            run = dataflow.run(
+                one_step(case, tokenizer), inputs={"prompts": lambda step: step}, executor="ray", policy="mini-batch",
+                steps=1 + rounds, groups=case.samples // GROUP, mini_batches=MINI_BATCHES, runs=runs,
+            )  # fmt: skip
+            tasks = {(span.stage, span.step, span.part): span for span in run.trace.spans}
+            spent = {row["step"]: row["reward/cpu_s"] / case.samples * 1000 for row in run.metrics if row["step"]}
+        rows.append(judged(case, [times(tasks, n) | {"cpu_s": spent[n]} for n in range(2, rounds + 2)], 1.0))
+    return rows
 
-    ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    try:
-        return [asyncio.run(actor_row(case, rounds, tokenizer)) for case in ACTOR]
-    finally:
-        ray.shutdown()
+
+@stage(writes="responses", on="gpu", role="samples")
+def rollout(prompts: int, version: Annotated[int, Carried], *, batch: Batch) -> Batch:
+    return batch
 
 
-async def actor_row(case: Case, rounds: int, tokenizer: str) -> dict[str, Any]:
+@stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
+def update(responses: Batch, rewards: Batch, actor: Annotated[int | None, Latest]) -> int:
+    if len(responses) != len(rewards["score"]):
+        raise SystemExit(f"{len(rewards)} of {len(responses)} rewards were scored")
+    return (actor or 0) + 1
+
+
+@stage(writes="version", on="gpu", role="syncs")
+def sync(actor: int) -> int:
+    return actor
+
+
+def one_step(case: Case, tokenizer: str) -> Pipeline:
+    """Returns a pipeline whose steps hand the same samples to the agent and wait for their rewards."""
     from transformers import AutoTokenizer
 
+    agent = Hosted("reward", partial(agent_there, case, tokenizer), concurrent=True)
     batch = samples(AutoTokenizer.from_pretrained(tokenizer), case.samples)
-    async with hosted(partial(agent_there, case, tokenizer)) as actor:
-        await through_ray(actor, 0, batch.select(batch.ids[: 2 * MINI_BATCHES]))  # warm-up: the first call takes longer
-        return judged(case, [await through_ray(actor, 1 + at, batch) for at in range(rounds)], 1.0)
+    return Pipeline(
+        [rollout.bind(batch=batch), reward_request.bind(agent=agent), reward_collect.bind(agent=agent), update, sync],
+        inputs=["prompts"],
+    )
 
 
-class Timed(RewardAgent):
-    """An agent that returns the CPU time of its process."""
+def times(tasks: dict[tuple[str, int, int], Any], step: int) -> dict[str, float]:
+    """Returns the seconds from the end of a step's rollout until its rewards have been read where it trains."""
+    begin = tasks["rollout", step, 0].end
+    parts = [tasks["update", step, part].end - begin for part in range(MINI_BATCHES)]
+    return {
+        "submit_s": tasks["reward_request", step, 0].end - begin,
+        "first_s": parts[0],
+        "end_s": parts[-1],
+    }
 
-    def cpu_s(self) -> float:
-        return time.process_time()
+
+class Metered:
+    """A reward function that tells the CPU time of its process, which is logged with each step."""
+
+    def __init__(self, compute_score: Callable[..., Any]) -> None:
+        self.compute_score = compute_score
+
+    def usage(self) -> dict[str, float]:
+        return {"cpu_s": time.process_time()}
 
 
 def agent_there(case: Case, tokenizer: str) -> RewardAgent:
     """Builds the agent in its actor."""
     from transformers import AutoTokenizer
 
-    score = scorers(delays_of(case.samples))[case.kind]
-    return Timed(score, limits=Limits(case.concurrency), decode=decoder(AutoTokenizer.from_pretrained(tokenizer)))
+    score = Metered(scorers(delays_of(case.samples))[case.kind])
+    return RewardAgent(score, limits=Limits(case.concurrency), decode=decoder(AutoTokenizer.from_pretrained(tokenizer)))
 
 
-@asynccontextmanager
-async def hosted(factory: Callable[[], RewardAgent]) -> AsyncIterator[Any]:
-    """Starts an actor as the Ray executor does for a run, with the stages that use the agent."""
-    from dataflow.cluster.pickling import pickled
-    from dataflow.executors.ray.actors import Actors
-
-    spec = Hosted("reward", factory, concurrent=True)
-    stages = {stage.name: stage for stage in (reward_request.bind(agent=spec), reward_collect.bind(agent=spec))}
-    actors = Actors(spec, threads=1, imports=["torch"])
-    await actors.build([pickled(spec, stages)])
-    try:
-        yield actors.first
-    finally:
-        await actors.first.close.remote()
-        actors.kill()
-
-
-async def through_ray(actor: Any, step: int, batch: Batch) -> dict[str, float]:
-    """Runs one step through the agent's actor, as the Ray executor does."""
-    import ray
-
-    run = actor.run.options(num_returns=2)
-    cpu, begin = await actor.ask.remote("cpu_s"), time.perf_counter()
-    asked = StageCall("reward_request", TaskInfo(step), (("responses", 1, False),), None)
-    report, ticket = run.remote(asked, True, ray.put(batch))
-    await report
-    submitted = time.perf_counter() - begin
-    scored, arrivals = 0, []
-    for part in range(MINI_BATCHES):
-        info = TaskInfo(step, part=part, parts=MINI_BATCHES, take=len(batch.ids) // MINI_BATCHES)
-        _report, rewards = run.remote(
-            StageCall("reward_collect", info, (("reward_ticket", 1, True),), None), True, ticket
-        )
-        scored += len((await rewards)["score"])
-        arrivals.append(time.perf_counter() - begin)
-    if scored != len(batch):
-        raise SystemExit(f"{scored} of {len(batch)} rewards were scored")
-    spent = (await actor.ask.remote("cpu_s") - cpu) / len(batch) * 1000
-    return {"submit_s": submitted, "first_s": arrivals[0], "end_s": arrivals[-1], "cpu_s": spent}
-
-
-async def bare(score: Any, concurrency: int) -> float:
+async def bare(score: Any, concurrency: int, samples: int) -> float:
     """Returns the CPU seconds of 1,000 calls without an agent: the cost of the event loop on this machine."""
-    rows = iter(range(SAMPLES))
+    rows = iter(range(samples))
 
     async def work() -> None:
         for row in rows:
@@ -283,17 +284,19 @@ async def bare(score: Any, concurrency: int) -> float:
 
     begin = time.process_time()
     await asyncio.gather(*(work() for _ in range(concurrency)))
-    return (time.process_time() - begin) / SAMPLES * 1000
+    return (time.process_time() - begin) / samples * 1000
 
 
 async def behind_a_straggler(delays: list[float], concurrency: int) -> float:
     """Returns a step's makespan over its ideal, while one request of the previous step takes longer than all of it."""
     score = scorers([*delays, HIGH * 100])["async"]
     agent = RewardAgent(score, limits=Limits(concurrency))
-    batch = texts()
+    batch = texts(len(delays))
     agent.submit(
         1,
-        Batch([0], {name: [column[0]] for name, column in batch.columns.items()} | {"extra_info": [{"row": SAMPLES}]}),
+        Batch(
+            [0], {name: [column[0]] for name, column in batch.columns.items()} | {"extra_info": [{"row": len(delays)}]}
+        ),
     )
     begin = time.perf_counter()
     agent.submit(2, batch)
@@ -303,25 +306,25 @@ async def behind_a_straggler(delays: list[float], concurrency: int) -> float:
     return took / ideal(delays, concurrency - 1)[0]
 
 
-def without_delay(rounds: int) -> dict[str, Any]:
+def without_delay(rounds: int, samples: int) -> dict[str, Any]:
     """Returns the rewards per second of a function that takes no time; with texts, so that nothing is decoded."""
 
     async def at_once(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
         return 1.0
 
-    runs = [uvloop.run(once(at_once, texts(), 256, None, None)) for _ in range(rounds)]
-    rate = SAMPLES / statistics.median(run["end_s"] for run in runs)
+    runs = [uvloop.run(once(at_once, texts(samples), 256, None, None)) for _ in range(rounds)]
+    rate = samples / statistics.median(run["end_s"] for run in runs)
     return {"rewards_per_s": rate, "bound": 15_000, "held": rate >= 15_000}
 
 
-def over_http(rounds: int, slower: float, delay_s: float = 0.5, concurrency: int = 256) -> dict[str, Any]:
+def over_http(rounds: int, samples: int, slower: float, delay_s: float = 0.5, concurrency: int = 256) -> dict[str, Any]:
     """Returns the rows of the judge's client with a server that takes half a second."""
     with start_judge(str(delay_s)) as server:
-        batch = texts()
+        batch = texts(samples)
         runs = [uvloop.run(once(Judge(server.url), batch, concurrency, None, None)) for _ in range(rounds)]
-        alone = uvloop.run(bare_http(server.url, SAMPLES, concurrency))
+        alone = uvloop.run(bare_http(server.url, samples, concurrency))
     best = concurrency / delay_s
-    rate = SAMPLES / statistics.median(run["end_s"] for run in runs)
+    rate = samples / statistics.median(run["end_s"] for run in runs)
     cpu_ms = statistics.median(run["cpu_s"] for run in runs)
     share = rate / best
     return {
@@ -356,21 +359,23 @@ async def bare_http(url: str, requests: int, concurrency: int) -> float:
 NAMES = ("function", "in flight", "samples", "ideal_s", "makespan", "first", "submit_s", "cpu_s", "held")
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Runs the selected rows; returns 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "what", nargs="*", default=["delays", "actor", "rate", "http"], help="delays, actor, rate, http"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=4 * SAMPLES, help="at most, of each row")
     parser.add_argument("--ledger", type=Path, help="journal into this file, too")
     parser.add_argument("-o", "--output", type=Path, default=Path("reward_agent.json"))
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     found: dict[str, Any] = {}
-    uvloop.run(once(scorers([0.0] * SAMPLES)["async"], texts(), 256, None, None))
+    count = min(SAMPLES, given.samples)
+    uvloop.run(once(scorers([0.0] * count)["async"], texts(count), 256, None, None))
     # As in the process that hosts an agent: exclude all imported objects from garbage collection.
     settle_memory()
-    found["slower"] = slowness()
+    found["slower"] = slowness(count)
     print(f"{found['slower']:.2f} times slower than where the bounds on CPU time were set", flush=True)
     model = ""
     if not {"delays", "actor"}.isdisjoint(given.what):
@@ -381,21 +386,21 @@ def main() -> int:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
-        found["delays"] = delayed(given.rounds, tokenizer, given.ledger, found["slower"])
+        found["delays"] = delayed(given.rounds, given.samples, tokenizer, given.ledger, found["slower"])
         print("in this process\n" + _table(found["delays"], *NAMES[:-1], "bare_s", NAMES[-1]), flush=True)
         rng = random.Random(1)
-        waits = [rng.uniform(LOW, HIGH) for _ in range(SAMPLES)]
+        waits = [rng.uniform(LOW, HIGH) for _ in range(count)]
         ratio = statistics.median(uvloop.run(behind_a_straggler(waits, 256)) for _ in range(given.rounds))
         found["straggler"] = {"makespan": ratio, "bounds": {"makespan": 1.1}, "held": ratio <= 1.1}
         print(f"a step behind a straggler, relative to its ideal: {json.dumps(found['straggler'])}", flush=True)
     if "actor" in given.what:
-        found["actor"] = in_actor(given.rounds, model)
+        found["actor"] = in_actor(given.rounds, given.samples, model)
         print("in an actor, from another process and back\n" + _table(found["actor"], *NAMES), flush=True)
     if "rate" in given.what:
-        found["rate"] = without_delay(given.rounds)
+        found["rate"] = without_delay(given.rounds, count)
         print(json.dumps(found["rate"]), flush=True)
     if "http" in given.what:
-        found["http"] = over_http(min(3, given.rounds), found["slower"])
+        found["http"] = over_http(min(3, given.rounds), count, found["slower"])
         print(json.dumps(found["http"]))
     given.output.write_text(json.dumps(found, indent=2) + "\n")
     short = [row for part in found.values() for row in _rows(part) if not row["held"]]
@@ -418,4 +423,4 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, ["--rounds", "1", "--samples", "160"])

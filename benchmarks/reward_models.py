@@ -33,7 +33,7 @@ from typing import Any
 from zlib import crc32
 
 import uvloop
-from _run import classifier, finish, start, table
+from _run import begin, classifier, finish, start, table
 
 from dataflow.batch import Batch
 from dataflow.planning.config import PlanConfig
@@ -55,7 +55,7 @@ BATCH = (0.2, 0.06)  # of the servers of `plan`
 REPLICAS = (1, 3)
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Runs the selected parts; returns 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parts = ["cost", "balance", "engine", "plan"]
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("-o", "--output", type=Path, default=Path("reward_models.json"))
     parser.add_argument("--serve", type=float, nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.serve is not None:
         uvloop.run(serve(application(*given.serve), 0))
         return 0
@@ -312,4 +312,4 @@ def plan(rounds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, ["balance", "--rounds", "1", "--requests", "24"])

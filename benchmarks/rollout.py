@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import ROOT, table
+from _run import ROOT, begin, table
 from streaming import ENDS, LONGEST, babbler
 
 ENGINES = ("hf", "vllm")
@@ -151,13 +151,13 @@ def compare(name: str, model: Path, rounds: int) -> dict[str, Any]:
     return row
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("-o", dest="out", default="rollout.json")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.child:
         print(json.dumps(child(*options.child)))
         return 0
@@ -182,4 +182,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, ["--rounds", "1", "--models", "tiny"])

@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from _run import table
+from _run import begin, table
 from prediction import measure
 
 POLICIES = ("baseline", "baseline+stream", "mini-batch", "mini-batch+stream")
@@ -54,13 +53,13 @@ def lengths(trace: Path) -> float:
     )
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as steps=6")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("-o", dest="out", default="streaming.json")
     parser.add_argument("--runs", help="keep the runs here; existing ones are not repeated")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     runs = Path(options.runs or tempfile.mkdtemp(prefix="dataflow-streaming-"))
     model, ends = babbler(runs / "model")
     keys: dict[str, Any] = {
@@ -102,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main, ["steps=2", "--rounds", "1"])

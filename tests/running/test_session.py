@@ -35,10 +35,10 @@ SMALL = (
 )
 # A random model is never right: what makes groups differ is the length of what it says.
 REWARD = """
-import asyncio, random
+import asyncio
 
 async def compute_score(data_source, solution_str, ground_truth, extra_info, slowest=0.05):
-    await asyncio.sleep(random.uniform(0, slowest))
+    await asyncio.sleep(slowest * (37 * len(solution_str) % 11) / 10)
     return len(solution_str) / 100
 """
 
