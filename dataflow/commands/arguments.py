@@ -23,18 +23,17 @@ def as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
 
 
 def is_dry(arguments: Sequence[str]) -> tuple[bool, list[str]]:
-    """Returns whether ``dry=true`` is among ``key=value`` arguments, and the others.
+    """Returns whether ``dry=true`` is the last such key among ``key=value`` arguments, and the others.
 
     Raises:
-        ConfigError: it has another value than true or false, or is given twice.
+        ConfigError: it has another value than true or false.
     """
     given = [text for text in arguments if text.partition("=")[0].strip() == "dry"]
     if not given:
         return False, list(arguments)
-    value = given[0].partition("=")[2].strip().lower()
-    if len(given) > 1 or value not in ("true", "false"):
-        why = "it is given twice; give it once" if len(given) > 1 else "give true, to check everything, or false"
-        raise ConfigError(f"{given[0]}: {why}.")
+    value = given[-1].partition("=")[2].strip().lower()
+    if value not in ("true", "false"):
+        raise ConfigError(f"{given[-1]}: give true, to check everything, or false.")
     return value == "true", [text for text in arguments if text not in given]
 
 

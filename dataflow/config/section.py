@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, get_args
 
 from annotated_types import Le, Lt
@@ -29,6 +30,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
     shorthand: ClassVar[str | None] = None
     """The key that a plain value given to the section sets (``policy=both`` sets ``policy.preset``)."""
+
+    @cached_property
+    def replaced(self) -> tuple[str, ...]:
+        """Arguments whose keys a later one gave again: ``policy=both in place of policy=baseline``."""
+        return ()  # where arguments are read, they put theirs in place of it
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,7 @@ GRPO, PPO = "pipelines/gsm8k_grpo.py", "pipelines/ppo_critic.py"
 _SIMPLE = re.compile(r"[A-Za-z0-9_./+-]+")
 _SHORT = {"policy.preset": "policy", "resume.mode": "resume"}
 _POLICY = "policy=baseline is what verl does. Try policy=both, which hides slow rewards behind GPU work."
-
+_AGAIN = "bash run.sh policy=both dry=true"
 
 _TOY = ("lr", "betas", "weight_decay", "warmup_steps")
 
@@ -145,7 +145,7 @@ class Imported:
             for each in converted:
                 ours = " ".join(f"{key}={_shown(value)}" for key, value in each.ours.items())
                 lines.append(f"#   {_comment(f'{each.key}={_shown(each.value)}: {ours} ({each.note})')}")
-        lines += ["#", f"# {_POLICY}"]
+        lines += ["#", f"# {_POLICY}", f"# Keys behind the script's name win over those below: {_AGAIN}"]
         words = [f"dataflow run {shlex.quote(self.pipeline)}", *map(shlex.quote, self.arguments), '"$@"']
         return "\n".join(lines) + "\n" + " \\\n    ".join(words) + "\n"
 

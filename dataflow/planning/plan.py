@@ -195,6 +195,7 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     workload, config = read_workload(source, rest)
     if workload.measured_steps == 1:
         workload = replace(workload, caution=f"{workload.caution} {_ONE_STEP}".lstrip())
+    workload = replace(workload, assumptions=(*workload.assumptions, *(f"{each}." for each in config.replaced)))
     if config.gpus is None and (name := next((n for n, m in config.reward.models.items() if m.wake != WAKE_S), None)):
         raise ConfigError(f"reward.models.{name}.wake has no effect without gpus=N; give the number of GPUs in all.")
     for text in sweeps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 import sys
@@ -118,11 +119,6 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
         ),
         ("steps", "argument 'steps' has no '='; write key=value, such as steps=5."),
         ("=3", "argument '=3' has no key before '='; write key=value."),
-        ("steps=3 steps=3", "key 'steps' is given twice ('steps=3' and 'steps=3'); give it once."),
-        (
-            "policy=both policy.preset=both",
-            "key 'policy.preset' is given twice ('policy=both' and 'policy.preset=both'); give it once.",
-        ),
         (
             "judge.latency=unifrm:1:40",
             "judge.latency 'unifrm:1:40': no distribution is named 'unifrm'; did you mean 'uniform'?",
@@ -139,6 +135,34 @@ def test_what_is_wrong_is_one_sentence(args: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_overrides(RunConfig, [args] if "{" in args else args.split(" "))
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("args", "at", "value", "replaced"),
+    [
+        (["steps=3", "steps=4"], "steps", 4, ("steps=4 in place of steps=3",)),
+        (["steps=3", "steps=3"], "steps", 3, ()),
+        (
+            ["policy=baseline", "policy.preset=both", "policy={preset: mini-batch}"],
+            "policy.preset",
+            "mini-batch",
+            (
+                "policy.preset=both in place of policy=baseline",
+                "policy={preset: mini-batch} in place of policy.preset=both",
+            ),
+        ),
+        (["reward.timeout=9", "reward={timeout: 2}"], "reward.timeout", 2, None),
+        (["trainer.optimizer_kwargs={a: 1, b: 2}", "trainer.optimizer_kwargs.a=3"], "trainer.optimizer_kwargs",
+         {"a": 3, "b": 2}, ()),
+        (["trainer.optimizer_kwargs.a=3", "trainer.optimizer_kwargs={b: 2}"], "trainer.optimizer_kwargs",
+         {"b": 2}, None),
+        (["trainer.optimizer_kwargs=null", "trainer.optimizer_kwargs.a=3"], "trainer.optimizer_kwargs", {"a": 3}, ()),
+    ],
+)  # fmt: skip
+def test_a_later_argument_wins(args: list[str], at: str, value: object, replaced: tuple[str, ...] | None) -> None:
+    config = parse_overrides(RunConfig, args)
+    assert functools.reduce(getattr, at.split("."), config) == value  # type: ignore[arg-type]
+    assert config.replaced == ((f"{args[1]} in place of {args[0]}",) if replaced is None else replaced)
 
 
 def test_a_policy_that_does_not_exist_or_fit_is_a_policy_error() -> None:

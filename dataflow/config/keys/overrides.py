@@ -36,7 +36,7 @@ BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "o
 
 
 def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] | None = None) -> T:
-    """Returns a configuration with the defaults of ``cls``, overridden by ``key=value`` arguments.
+    """Returns a configuration with the defaults of ``cls``, overridden by ``key=value`` arguments, the later by each.
 
     Args:
         cls: the pipeline's Config.
@@ -50,6 +50,7 @@ def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] |
     """
     given: dict[str, str] = {}
     values: dict[str, Any] = {}
+    replaced: dict[str, str] = {}
     for arg in args:
         key, equals, raw = arg.partition("=")
         key = key.strip()
@@ -59,17 +60,19 @@ def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] |
             raise ConfigError(f"argument '{arg}' has no key before '='; write key=value.")
         for path, value in _settings(cls, key, raw.strip()):
             dotted = ".".join(path)
-            for other in given:
-                if f"{dotted}.".startswith(f"{other}.") or f"{other}.".startswith(f"{dotted}."):
-                    both = redact(f"'{given[other]}' and '{arg}'")
-                    raise ConfigError(f"key '{dotted}' is given twice ({both}); give it once.")
+            for other in [each for each in given if f"{each}.".startswith(f"{dotted}.")]:
+                replaced[given.pop(other)] = arg
             given[dotted] = arg
             at = values
             for name in path[:-1]:
-                at = at.setdefault(name, {})
+                if not isinstance(at.get(name), dict):
+                    at[name] = {}
+                at = at[name]
             at[path[-1]] = value
     typed = {key: arg.partition("=")[2].strip() for key, arg in given.items()}
-    return build(cls, _laid_over(expanded(cls, base or {}), values), typed)
+    built = build(cls, _laid_over(expanded(cls, base or {}), values), typed)
+    vars(built)["replaced"] = tuple(f"{new} in place of {old}" for old, new in replaced.items() if old != new)
+    return built
 
 
 def _laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -295,8 +295,14 @@ def test_a_function_that_cannot_be_loaded_is_no_problem_of_the_models(dry: Dry, 
 def test_dry_is_true_or_false(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PIPELINE, f"dry={value}"]) == 2
     assert "give true, to check everything, or false" in capsys.readouterr().err
-    assert main(["run", PIPELINE, "dry=true", "dry=false"]) == 2
-    assert "given twice" in capsys.readouterr().err
+    assert main(["run", PIPELINE, "dry=true", f"dry={value}"]) == 2
+    assert "give true, to check everything, or false" in capsys.readouterr().err
+
+
+def test_a_later_key_wins_and_the_line_of_the_configuration_says_so(dry: Dry) -> None:
+    _code, found, _problems = dry("policy=baseline", "steps=3", "steps=3", "policy.preset=both")
+    assert "under both" in found["pipeline"]
+    assert found["configuration"].endswith("; policy.preset=both in place of policy=baseline")
 
 
 def test_a_pipeline_that_cannot_be_loaded_is_one_problem(dry: Dry, tmp_path: Path) -> None:
