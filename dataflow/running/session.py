@@ -68,6 +68,8 @@ class Session:
         self._began = clock.now()
         self._prepared = Preparation(config, module, progress, directory)
         make_all(self._prepared.checks())
+        for sentence in config.replaced:
+            logger.info(redact(sentence))
         self.config = self._prepared.config
         self.module = module
         self.progress = progress

@@ -190,8 +190,6 @@ class Preparation:
         return f"{Path(self.config.runs, self.config.name or '')} can be written"
 
     def _build(self) -> str:
-        for sentence in self.config.replaced:
-            logger.info(redact(sentence))
         pipeline, policy = self.expand().pipeline, self.policy
         if self.config.policy.auto and policy.stream_rollout and not pipeline.streaming:
             raise ConfigError("policy.stream_rollout=true: no stage of this pipeline streams; leave it out.")
