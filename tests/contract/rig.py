@@ -440,7 +440,7 @@ class Trainer:
     """
 
     def __init__(self, model: Path, data: Path, template: Path, new_folder: Callable[[], Path]) -> None:
-        self._base = [*SMALL, f"model.path={model}", f"data.train={data}"]
+        self.model, self._base = model, [*SMALL, f"model.path={model}", f"data.train={data}"]
         self._template, self._new_folder = template, new_folder
 
     def arguments(self, *overrides: str, judge: Judge | None = None) -> list[str]:
