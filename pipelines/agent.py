@@ -12,7 +12,7 @@ tools/turns, tools/calls, tools/errors. The tiny model of the default run cannot
 " =", and the calculator writes the number. A model that was trained with tools writes its calls itself:
 
 dataflow run pipelines/agent.py policy=both+stream
-dataflow run pipelines/agent.py model.path=DIR tools.format=hermes engine.stop=[] engine.max_tokens=512 \
+dataflow run pipelines/agent.py model.path=DIR tools.format=auto engine.stop=[] engine.max_tokens=512 \
     tools.max_response_tokens=2048 data.train=train.parquet
 """
 

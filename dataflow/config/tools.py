@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -26,8 +26,12 @@ class ToolsConfig(Section):
     """Seconds that a call may take; after that the model gets an error message."""
     frozen_after: NonNegativeFloat | None = None
     """Seconds that a call may keep Python's lock; null for timeout, but at least 60; 0 for no limit."""
-    format: Text = "hermes"
-    """How the model writes calls: hermes (Qwen's <tool_call>), or a class of the file with parse(text)."""
+    max_tool_response_length: PositiveInt = 4096
+    """Characters of a tool's answer that the model reads; a longer one is cut, with a note that says so."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """Side of a longer answer that is cut; left keeps its end."""
+    format: Text = "auto"
+    """How the model writes calls: auto, a name of renderers or vLLM, hermes, or a class of the file."""
 
     @property
     def offered(self) -> bool:

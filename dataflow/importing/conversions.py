@@ -240,13 +240,15 @@ def _multi_turn(key: str, value: Any, settings: Settings) -> Ours:
     if not settings.get(f"{_ROLLOUT}.multi_turn.enable"):
         return {}
     leaf, longest = key.rpartition(".")[2], settings.get("data.max_response_length", 512)
-    found: dict[str, Any] = {"tools.max_response_tokens": longest}
+    found: dict[str, Any] = {
+        "tools.max_response_tokens": longest,
+        **{
+            f"tools.{name}": settings.get(f"{_ROLLOUT}.multi_turn.{name}", default)
+            for name, default in (("max_tool_response_length", 256), ("tool_response_truncate_side", "middle"))
+        },
+    }
     if leaf == "max_assistant_turns" and value is not None:
         found["tools.max_turns"] = value
-    if leaf == "format":
-        if value not in (None, "hermes"):
-            raise NoCounterpart("tools.format is hermes, or a class of the file in tools.path", found)
-        found["tools.format"] = "hermes"
     if leaf == "enable":
         raise NoCounterpart(
             "without tools a response is one turn; write them as functions marked with @tool in a Python file, and add "

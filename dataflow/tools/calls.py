@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from loguru import logger
 
@@ -15,9 +17,12 @@ from dataflow.tools.formats import ToolCall
 from dataflow.tools.registry import Tool
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import TimedOut, is_ours, message_of
+from dataflow.usercode.failures import TimedOut, message_of
 from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
+T = TypeVar("T")
+LONGEST = 4096
+"""Default of ``tools.max_tool_response_length``."""
 Place: TypeAlias = tuple[int | str, int, int]
 """The sample that a call is made for: step, group, index in the group."""
 Run: TypeAlias = Callable[[Any, Mapping[str, Any], Place | None], Awaitable[Any]]
@@ -39,10 +44,21 @@ class ToolCaller:
         tools: by name.
         timeout_s: seconds that a call may take; None for no limit.
         sentinel: ends this process when a call freezes it; None lets it hang.
+        longest: characters of an answer.
+        side: of a longer answer that is cut: left, middle or right.
     """
 
-    def __init__(self, tools: Mapping[str, Tool], timeout_s: float | None, sentinel: Sentinel | None = None) -> None:
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        timeout_s: float | None,
+        sentinel: Sentinel | None = None,
+        longest: int = LONGEST,
+        side: str = "middle",
+    ) -> None:
         self._tools = tools
+        self._cut = partial(cut, longest=longest, side=side)
+        self._thread = ThreadPoolExecutor(1, "dataflow-tools")
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._sentinel = sentinel
@@ -61,28 +77,36 @@ class ToolCaller:
             call: the model's request.
             state: of the tools in the model's conversation.
         """
+        try:
+            return Answer(self._cut(await self._called(call, state)))
+        except _Failed as failed:
+            return Answer(self._cut(f"error: {failed}"), failed=True)
+
+    async def _called(self, call: ToolCall, state: ToolState) -> str:
         if call.error is not None:
-            return Answer(f"error: {call.error}", failed=True)
+            raise _Failed(call.error)
         tool = self._tools.get(call.name)
         if tool is None:
-            names = ", ".join(self._tools)
-            return Answer(f"error: there is no tool '{call.name}'; there is {names}", failed=True)
+            raise _Failed(f"there is no tool '{call.name}'; there is {', '.join(self._tools)}")
         try:
             arguments = tool.arguments(call.arguments)
         except ValueError as error:
-            return Answer(f"error: {error}", failed=True)
+            raise _Failed(str(error)) from error
         try:
             result = await state.call(tool, arguments, self.run)
         except TimedOut as error:
-            return Answer(f"error: {call.name}: {error}", failed=True)
-        except _Failed as failed:
-            return Answer(f"error: {failed}", failed=True)
+            raise _Failed(f"{call.name}: {error}") from error
+        if type(result) is str:
+            return result
         try:
-            return Answer(_text(result))
-        except BaseException as error:  # a result of any type, whose methods may raise
-            if is_ours(error):
-                raise
-            return Answer(f"error: the result of {call.name} cannot be read: {_Failed(error)}", failed=True)
+            # In a thread and under the time-out: it may be large, or of any type, whose methods may raise.
+            return str(await self.run(_text, {"result": result}))
+        except (TimedOut, _Failed) as error:
+            raise _Failed(f"the result of {call.name} cannot be read: {error}") from error
+
+    async def apart(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function in the thread of the tokenizer, which keeps a long text off the event loop."""
+        return await self._loop.run_in_executor(self._thread, function, *arguments)
 
     async def run(self, function: Any, keywords: Mapping[str, Any], place: Place | None = None) -> Any:
         """Calls user code for the sample at ``place``.
@@ -110,10 +134,12 @@ class ToolCaller:
             return call.result
         if isinstance(call.error, TimedOut):
             raise call.error
-        raise _Failed(call.error)
+        text = message_of(call.error)
+        raise _Failed(f"{type(call.error).__name__}{': ' + text if text else ''}") from call.error
 
     async def close(self) -> None:
         """Cancels all calls; threads cannot be stopped and end by themselves."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
         await self._calls.close()
         if self._sentinel is not None:
             await asyncio.to_thread(self._sentinel.close)
@@ -174,11 +200,21 @@ class ToolState:
 
 
 class _Failed(Exception):
-    """A tool raised."""
+    """A call failed, with a message for the model."""
 
-    def __init__(self, error: BaseException) -> None:
-        text = message_of(error)
-        super().__init__(f"{type(error).__name__}{': ' + text if text else ''}")
+
+def cut(text: str, longest: int, side: str) -> str:
+    """Returns a text without its middle, left or right side if it is longer, with a note of that in its place.
+
+    >>> cut("abcdefgh", 4, "middle")
+    'ab\n[4 of 8 characters are left out here]\ngh'
+    """
+    gone = len(text) - longest
+    if gone <= 0:
+        return text
+    head = {"left": 0, "middle": longest // 2, "right": longest}[side]
+    note = f"[{gone} of {len(text)} characters are left out here]"
+    return "\n".join(part for part in (text[:head], note, text[head + gone :]) if part)
 
 
 def tools_kwargs(extra_info: Any) -> dict[str, dict[str, Any]]:

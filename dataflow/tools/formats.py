@@ -1,4 +1,4 @@
-"""Formats of a model's calls: a format parses the calls in the text of a turn."""
+"""How a model writes its calls: what a format is, and one for templates that no library knows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
-
-from dataflow.errors import ConfigError
-from dataflow.usercode.load import describe, pick
 
 
 @dataclass(frozen=True)
@@ -21,11 +17,31 @@ class ToolCall:
         name: of the tool; empty if it cannot be read.
         arguments: by name.
         error: the error message for the model; None if the call is valid.
+        id: that the model gave the call, as Kimi does.
     """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    id: str | None = field(default=None, repr=False)
+
+    @staticmethod
+    def of(name: Any, arguments: Any, given_id: str | None = None) -> ToolCall:
+        """Returns a call as a model wrote it: its arguments are an object, or the JSON text of one.
+
+        >>> ToolCall.of("add", '{"a": 1}')
+        ToolCall(name='add', arguments={'a': 1}, error=None)
+        """
+        if not isinstance(name, str) or not name:
+            return ToolCall("", error='a tool call is an object with "name" and "arguments"')
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                return ToolCall(name, error=f'"arguments" of the tool call is not valid JSON ({error})')
+        if not isinstance(arguments, dict):
+            return ToolCall(name, error='"arguments" of a tool call is an object')
+        return ToolCall(name, arguments, id=given_id)
 
 
 class Format(Protocol):
@@ -54,58 +70,40 @@ class Framing(Protocol):
 
 
 class Hermes:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number per turn: Qwen2.5, Qwen3, Hermes.
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number per turn, as text.
 
-    Text in ``<think>`` is ignored. The last call may lack its end tag, as the end of the turn ends it too.
+    The object is parsed before anything looks for its end, so its texts may contain any tag; the last end tag may be
+    missing. Thinking is skipped: text in ``<think>``, and all before a ``</think>`` whose start is in the prompt.
 
-    >>> Hermes().parse('So <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    [ToolCall(name='add', arguments={'a': 1}, error=None)]
+    >>> Hermes().parse('So <tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>')
+    [ToolCall(name='add', arguments={'a': '</tool_call>'}, error=None)]
     """
 
-    _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+    _NEXT = re.compile(r"<think>.*?(?:</think>|\Z)|</think>|<tool_call>\s*", re.DOTALL)
     _DECODER = json.JSONDecoder()
 
     def parse(self, text: str) -> list[ToolCall]:
         """See :class:`Format`."""
-        reply = text.rpartition("</think>")[2]
-        if "<think>" in reply:  # its end tag is missing
-            reply = reply.partition("<think>")[0]
-        return [self._call(match[1]) for match in self._CALL.finditer(reply)]
+        calls: list[ToolCall] = []
+        at = 0
+        while (match := self._NEXT.search(text, at)) is not None:
+            at = match.end()
+            if match[0] == "</think>":
+                calls.clear()
+            elif match[0].startswith("<tool_call>"):
+                call, at = self._call(text, at)
+                calls.append(call)
+        return calls
 
-    def _call(self, body: str) -> ToolCall:
+    def _call(self, text: str, start: int) -> tuple[ToolCall, int]:
+        """Returns the call that starts here, and where to go on."""
         try:
-            # The end-of-turn token may follow the last call: the text after the object is not decoded.
-            found, end = self._DECODER.raw_decode(body.lstrip())
+            found, end = self._DECODER.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
-            return ToolCall("", error=f"the tool call is not valid JSON ({error})")
-        rest = body.lstrip()[end:].strip()
-        if rest and not rest.startswith("<"):
-            return ToolCall("", error="the tool call is not valid JSON (text follows the object)")
-        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-            return ToolCall("", error='a tool call is an object with "name" and "arguments"')
-        arguments = found.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return ToolCall(found["name"], error='"arguments" of a tool call is an object')
-        return ToolCall(found["name"], arguments)
-
-
-FORMATS: dict[str, type[Format]] = {"hermes": Hermes}
-
-
-def find_format(name: str, module: ModuleType | None = None, where: str = "tools.format") -> Format:
-    """Returns the format of a name: one of :data:`FORMATS`, or a class in the user's file.
-
-    Raises:
-        ConfigError: there is none, or it cannot parse calls.
-    """
-    kind = FORMATS.get(name)
-    if kind is None and module is None:
-        raise ConfigError(f"{where}: there is no format '{name}'; give one of {', '.join(FORMATS)}, or tools.path too.")
-    if kind is None:
-        kind = pick(module, name, where)  # type: ignore[arg-type]
-    if not callable(getattr(kind, "parse", None)):
-        raise ConfigError(f"{where}: '{name}' has no method parse(text) that returns a list of ToolCall.")
-    try:
-        return kind() if isinstance(kind, type) else kind
-    except Exception as error:
-        raise ConfigError(f"{where}: '{name}' cannot be built: {describe(error)}.") from error
+            return ToolCall("", error=f"the tool call is not valid JSON ({error})"), start
+        # The end-of-turn token may follow the last call.
+        if (rest := text[end:].lstrip()) and not rest.startswith("<"):
+            return ToolCall("", error="the tool call is not valid JSON (text follows the object)"), end
+        if not isinstance(found, dict):
+            return ToolCall.of(None, None), end
+        return ToolCall.of(found.get("name"), found.get("arguments", {})), end

@@ -1,4 +1,4 @@
-"""Toolbox: the tools of a run, and the chat template that frames their answers; loaded in each process."""
+"""Toolbox: the tools of a run, and how its model calls them and reads their answers; loaded in each process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from dataflow.cluster.process import DEATH_REASON
 from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
 from dataflow.models.chat import without
-from dataflow.tools.calls import ToolCaller, tools_kwargs
-from dataflow.tools.formats import Format, Framing, ToolCall, find_format
+from dataflow.tools.calls import LONGEST, ToolCaller, tools_kwargs
+from dataflow.tools.formats import Format, Framing, ToolCall
+from dataflow.tools.readers import AUTO, Reader, find_format, find_reader
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
 from dataflow.usercode.load import load_file
 from dataflow.usercode.sentinel.sentinel import TOOLS, Sentinel
@@ -43,15 +44,19 @@ class Toolbox:
         frozen_after: seconds that a call may keep Python's lock, so that nothing else runs in the process; after that
             the process is ended. None for ``timeout``, but at least :data:`FROZEN_S`; 0 for no limit.
         options: of the chat template, such as ``{"enable_thinking": False}``.
+        longest: characters of an answer.
+        side: of a longer answer that is cut: left, middle or right.
     """
 
     model: str | None = None
     path: str | None = None
     names: tuple[str, ...] = ()
     timeout: float | None = 10.0
-    format: str = "hermes"
+    format: str = AUTO
     frozen_after: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    longest: int = LONGEST
+    side: str = "middle"
 
     def __getstate__(self) -> dict[str, Any]:
         # Loaded modules are left out, as another process cannot import the user's module by name. The path is
@@ -68,7 +73,7 @@ class Toolbox:
         Raises:
             ConfigError: as of :func:`load_tools` and :func:`find_format`.
         """
-        _ = self.tools, self.reader
+        _ = self.tools, self.how
         return self
 
     @cached_property
@@ -76,8 +81,13 @@ class Toolbox:
         return choose_tools(self._module, self.names, self._where)
 
     @cached_property
-    def reader(self) -> Format:
+    def how(self) -> Format | str:
+        """The user's format, or the name of another."""
         return find_format(self.format, self._module, f"tools.format={self.format}")
+
+    @cached_property
+    def reader(self) -> Reader:
+        return find_reader(self.how, self.tokenizer, self.schemas, self.options)
 
     @cached_property
     def _module(self) -> ModuleType | None:
@@ -145,37 +155,42 @@ class Toolbox:
         """All tools by name, those included that this run leaves out."""
         return {**READY, **marked_tools(self._module, self._where), **self.tools}
 
-    def parse(self, tokens: Sequence[int]) -> list[ToolCall]:
-        """Returns the calls in a turn of the model."""
-        return self.reader.parse(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-    def reply(self, tokens: Sequence[int]) -> str:
-        """Returns the text of a turn without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    def framed(self, turn: Sequence[int], answers: Sequence[tuple[str, str]]) -> list[int]:
-        """Returns the tokens between a turn and the model's next one: the tools' answers in their frame.
-
-        It is what the chat template renders behind the text of an assistant's message when messages of role ``tool``
-        follow and the assistant is to speak. So the template must leave the assistant's text as it is and begin
-        what follows with a special token: the answers are tokenised by themselves.
+    def read(self, before: Sequence[int], turn: Sequence[int], called: bool = True) -> tuple[str, list[ToolCall]]:
+        """Returns the text of a turn of the model without special tokens, and its calls.
 
         Args:
+            before: the tokens that it was sampled after.
+            turn: its tokens.
+            called: whether to look for calls.
+        """
+        text = str(self.tokenizer.decode(list(turn), skip_special_tokens=True))
+        return text, self.reader.calls(before, turn) if called else []
+
+    def framed(self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]) -> list[int]:
+        """Returns the tokens between a turn and the model's next one: the tools' answers in their frame.
+
+        If the reader does not know the frame, it is what the chat template renders behind the text of an assistant's
+        message when messages of role ``tool`` follow and the assistant is to speak. So the template must leave the
+        assistant's text as it is and begin what follows with a special token: the answers are tokenised by themselves.
+
+        Args:
+            before: the tokens that the turn was sampled after.
             turn: the model's tokens; the frame begins with the token that ends a turn unless that one ended it.
-            answers: name and answer of each call, in order.
+            answers: each call with its answer, in order.
 
         Raises:
             ModelError: the template cannot frame answers.
         """
-        if isinstance(self.reader, Framing):
-            text = self.reader.frame([self._harmless(text) for _, text in answers])
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
-        chat += [{"role": "tool", "name": name, "content": self._harmless(text)} for name, text in answers]
-        ids: list[int] = self.tokenizer.encode(self._behind(chat), add_special_tokens=False)
+        answers = [(call, without(text, self._tags)) for call, text in answers]
+        found = self.reader.framed(before, turn, answers)
+        if found is not None:
+            return found
+        ids: list[int] = self.tokenizer.encode(self._behind(answers), add_special_tokens=False)
         return ids[1:] if turn and ids and ids[0] == turn[-1] else ids
 
-    def _behind(self, chat: list[dict[str, str]]) -> str:
+    def _behind(self, answers: Sequence[tuple[ToolCall, str]]) -> str:
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
+        chat += [{"role": "tool", "name": call.name, "content": text} for call, text in answers]
         try:
             text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template may raise any exception
@@ -190,29 +205,35 @@ class Toolbox:
         return f"model.path={self.model}: the chat template"
 
     @cached_property
+    def _tags(self) -> list[str]:
+        """Special tokens, and what else has a token of its own as a tag: a tool cannot end its own frame."""
+        tokenizer = self.tokenizer
+        added = [text for text in tokenizer.get_added_vocab() if text[:1] in "<[" and text[-1:] in ">]"]
+        return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+
+    @cached_property
     def _frames(self) -> None:
-        """Checks, once, that the template renders a tool's answer."""
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
-        if _ANSWER not in self._behind([*chat, {"role": "tool", "name": "tool", "content": _ANSWER}]):
+        """Checks, once, that a tool's answer can be rendered."""
+        before = prompt_ids(self.tokenizer, [{"role": "user", "content": "?"}], self.schemas)
+        turn, answers = self.tokenizer.encode(_TEXT, add_special_tokens=False), [(ToolCall("tool"), _ANSWER)]
+        if self.reader.framed(before, turn, answers) is None and _ANSWER not in self._behind(answers):
             raise ModelError(f"{self._whose} leaves out messages of role 'tool'; give the model one that has them.")
 
-    def check_template(self) -> None:
-        """Checks that the chat template can frame an answer.
+    def ready(self, prompts: Batch, longest: int | None = None) -> Batch:
+        """Loads all, and returns the prompts of :meth:`described`.
 
         Raises:
-            ModelError: it cannot, and the format does not do it either.
+            DataError: as of :meth:`described`.
+            ModelError: the chat template cannot frame an answer, and the format does not do it either.
         """
-        if not isinstance(self.reader, Framing):
+        if not isinstance(self.how, Framing):
             _ = self._frames
-
-    def _harmless(self, text: str) -> str:
-        """Returns the text without special tokens, so that a tool cannot end its own frame."""
-        return without(text, self.tokenizer.all_special_tokens)
+        return self.described(prompts, longest)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[ToolCaller]:
         """Yields a caller of the tools; calls that still run at the end are cancelled."""
-        caller = ToolCaller(self.tools, self.timeout, self._sentinel())
+        caller = ToolCaller(self.tools, self.timeout, self._sentinel(), self.longest, self.side)
         try:
             yield caller
         finally:
@@ -231,4 +252,5 @@ def toolbox_of(config: Any) -> Toolbox:
     """
     offer = config.tools
     how = offer.timeout, offer.format, offer.frozen_after, config.data.apply_chat_template_kwargs
-    return Toolbox(config.model.path, offer.path, tuple(offer.names), *how)
+    cut = offer.max_tool_response_length, offer.tool_response_truncate_side
+    return Toolbox(config.model.path, offer.path, tuple(offer.names), *how, *cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from dataflow.errors import ConfigError, DataError
 from dataflow.tools import Tool, Toolbox, ToolCall, load_tools, tool
 from dataflow.tools.calculator import calculator
 from dataflow.tools.calls import ToolState, tools_kwargs
-from dataflow.tools.formats import Hermes, find_format
+from dataflow.tools.readers import find_format
 from tests.engines.drawing import run
 
 pytestmark = pytest.mark.timeout(60)
@@ -253,6 +254,52 @@ def test_what_tools_return_becomes_text() -> None:
     assert texts == ["as it is", "3", "2.5", "", '{"a": ["ü"]}', '"{1, 2}"']
 
 
+@pytest.mark.parametrize(
+    ("side", "told"),
+    [
+        ("left", "[996 of 1000 characters are left out here]\n6789"),
+        ("middle", "01\n[996 of 1000 characters are left out here]\n89"),
+        ("right", "0123\n[996 of 1000 characters are left out here]"),
+    ],
+)
+def test_a_long_answer_is_cut_and_says_so(side: str, told: str) -> None:
+    def long(how: str) -> Any:
+        if how == "raised":
+            raise ValueError("0123456789" * 100)
+        return {"text": "0123456789" * 100, "parts": ["0123456789" * 100]}[how]
+
+    box = Toolbox(names=("calculator",), longest=4, side=side)
+    box.tools["long"] = Tool.of(long)
+    calls = [ToolCall("long", {"how": how}) for how in ("text", "parts", "raised")]
+    found = answers(box, *calls, ToolCall("calculator", {"expression": "10 ** 3"}))
+    assert found[0] == (told, False)
+    assert "of 1004 characters" in found[1][0], "of the JSON"
+    assert found[2][1]
+    assert "of 1019 characters" in found[2][0], "of the whole message"
+    assert found[3] == ("1000", False)
+
+
+def test_a_result_is_read_under_the_time_out() -> None:
+    let_go = threading.Event()
+
+    class Slow:
+        def __str__(self) -> str:
+            let_go.wait(30)
+            return "late"
+
+    box = Toolbox(names=("calculator",), timeout=0.05)
+
+    def slow() -> Any:
+        return Slow()
+
+    box.tools["slow"] = Tool.of(slow)
+    try:
+        told = "error: the result of slow cannot be read: no answer within 0.05 s"
+        assert answers(box, ToolCall("slow")) == [(told, True)]
+    finally:
+        let_go.set()
+
+
 def test_system_exit_in_a_tool_is_an_error_like_others() -> None:
     def leaves() -> None:
         raise SystemExit(3)
@@ -338,42 +385,17 @@ def test_digits_are_the_sample_s_own() -> None:
 
 # --- formats -------------------------------------------------------------------------------------------------------
 
-CALL = '<tool_call>\n{"name": "a", "arguments": {"x": "</b> {1}"}}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("nothing<|im_end|>", []),
-        (f"so {CALL}<|im_end|>", ["a"]),
-        (f"{CALL}\n{CALL}<|im_end|>", ["a", "a"]),
-        ('<tool_call>{"name": "a"}<|im_end|>', ["a"]),
-        (f"<think>{CALL}</think>done", []),
-        (f"<think>{CALL}", []),
-        (f"<think>hm</think>{CALL}", ["a"]),
-    ],
-)
-def test_hermes(text: str, names: list[str]) -> None:
-    calls = Hermes().parse(text)
-    assert [call.name for call in calls] == names
-    assert all(call.error is None for call in calls)
-
-
-@pytest.mark.parametrize("body", ["", "{", '{"name": "a"} {"name": "b"}', "[" * 100_000, '{"name": 1}', '"a"'])
-def test_hermes_says_what_is_wrong(body: str) -> None:
-    (call,) = Hermes().parse(f"<tool_call>{body}</tool_call>")
-    assert call.error
-
 
 def test_a_format_of_the_users_own(file: str) -> None:
     box = Toolbox(path=file, format="Shout").check()
-    assert box.reader.parse("HEY") == [ToolCall("plain", {"x": 1})]
+    assert not isinstance(box.how, str)
+    assert box.how.parse("HEY") == [ToolCall("plain", {"x": 1})]
     with pytest.raises(ConfigError, match=r"tools.format=Shuot: it has no 'Shuot'; did you mean 'Shout'"):
         Toolbox(path=file, format="Shuot").check()
     with pytest.raises(ConfigError, match=r"'plain' has no method parse\(text\)"):
         Toolbox(path=file, format="plain").check()
-    with pytest.raises(ConfigError, match=r"there is no format 'json'; give one of hermes, or tools.path too"):
-        find_format("json")
+    with pytest.raises(ConfigError, match=r"there is no format 'hermse'; did you mean 'hermes'"):
+        find_format("hermse")
 
 
 # --- configuration -------------------------------------------------------------------------------------------------

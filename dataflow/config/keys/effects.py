@@ -148,7 +148,10 @@ EFFECTS: Mapping[str, tuple[Beside, ...]] = {
     **_each("samples.most", _given("samples.every")),
     **_each("tools.path tools.names", _above("tools.max_turns", 1)),
     **_each("tools.format tools.frozen_after tools.timeout", _given("tools.path", "tools.names")),
-    **_each("tools.max_response_tokens tools.max_turns", _given("tools.path", "tools.names")),
+    **_each(
+        "tools.max_response_tokens tools.max_tool_response_length tools.max_turns tools.tool_response_truncate_side",
+        _given("tools.path", "tools.names"),
+    ),
     **_each("tracking.project", _given("tracking.backends")),
     **_each("trainer.epochs_over", _above("trainer.epochs", 1)),
     **_each("trainer.balance_batch", _above("trainer.world_size", 1)),

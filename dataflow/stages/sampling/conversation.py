@@ -22,6 +22,7 @@ from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
     from dataflow.tools.calls import Place, ToolCaller, ToolState
+    from dataflow.tools.formats import ToolCall
     from dataflow.tools.toolbox import Toolbox
 
 
@@ -61,7 +62,7 @@ async def conversation(
         What :meth:`RolloutEngine.batch` returns, padded to ``max_response_tokens``, with columns ``turns``,
         ``tool_calls``, ``tool_errors`` (ints) and ``ended`` (``answer``, ``max_turns``, ``length`` or ``budget``).
         ``extra_info`` repeats the first three for the rewards, ``turns`` under verl's name ``num_turns``, and has the
-        chat messages that follow the prompt as ``conversation``: what the model said, and whole answers of tools.
+        chat messages that follow the prompt as ``conversation``: what the model said, and read of the tools.
 
     Raises:
         RunError: the engine holds another version.
@@ -69,8 +70,7 @@ async def conversation(
         ModelError: the chat template cannot frame a tool's answer.
     """
     check_version(engine, weights_version, task)
-    tools.check_template()
-    described = tools.described(prompts, max_prompt_length)
+    described = await asyncio.to_thread(tools.ready, prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
     left, drawn = not_emitted(described, task), (seed << 20) + task.step
     samples = conversations(left, engine, sampling, tools, limits, drawn, task.step)
@@ -105,8 +105,7 @@ async def val_conversation(
 ) -> Batch:
     """Answers the held-out prompts with the weights of this step and the tools; see :func:`conversation`."""
     check_version(engine, weights_version, task)
-    tools.check_template()
-    described = tools.described(val_prompts, max_prompt_length)
+    described = await asyncio.to_thread(tools.ready, val_prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
     drawn = VALIDATION_SEED + seed
     samples = conversations(described, engine, sampling, tools, limits, drawn, f"val:{task.step}")
@@ -205,12 +204,14 @@ class Conversation:
             while True:
                 room = limits.tokens - len(self.tokens)
                 asked = replace(sampling, n=1, max_tokens=min(sampling.max_tokens, room))
-                turn = await engine.sample([*self.prompt, *self.tokens], asked, (*seed, self.turns))
+                before = [*self.prompt, *self.tokens]
+                turn = await engine.sample(before, asked, (*seed, self.turns))
                 version = turn.version if version is None else min(version, turn.version)
                 self._add(turn.tokens, turn.log_probs)
                 self.turns += 1
-                self.messages.append({"role": "assistant", "content": self.tools.reply(turn.tokens)})
-                ended = await self._answer(turn, limits, state)
+                said, calls = await self.caller.apart(self.tools.read, before, turn.tokens, turn.finish != "length")
+                self.messages.append({"role": "assistant", "content": said})
+                ended = await self._answer(before, turn, calls, limits, state)
                 if ended is not None:
                     break
         finally:
@@ -222,11 +223,12 @@ class Conversation:
         cut: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
         return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
 
-    async def _answer(self, turn: Sample, limits: Limits, state: ToolState) -> str | None:
+    async def _answer(
+        self, before: list[int], turn: Sample, calls: list[ToolCall], limits: Limits, state: ToolState
+    ) -> str | None:
         """Calls the tools that the turn asks for; returns how the conversation ends, or None if it continues."""
         if turn.finish == "length":  # the turn was cut off, so no answer can follow it
             return "budget" if len(self.tokens) >= limits.tokens else "length"
-        calls = self.tools.parse(turn.tokens)
         if not calls:
             return "answer"
         if self.turns >= limits.turns:
@@ -236,10 +238,10 @@ class Conversation:
         answers = await asyncio.gather(*(self.caller.answer(call, state) for call in calls))
         self.calls += len(answers)
         self.errors += sum(answer.failed for answer in answers)
-        texts = [(call.name, answer.text) for call, answer in zip(calls, answers, strict=True)]
-        self.messages += [{"role": "tool", "name": name, "content": text} for name, text in texts]
+        texts = [(call, answer.text) for call, answer in zip(calls, answers, strict=True)]
+        self.messages += [{"role": "tool", "name": call.name, "content": text} for call, text in texts]
         room = limits.tokens - len(self.tokens)
-        frame = self.tools.framed(turn.tokens, texts)
+        frame = await self.caller.apart(self.tools.framed, before, turn.tokens, texts)
         self._add(frame[:room])
         return "budget" if len(frame) >= room else None
 

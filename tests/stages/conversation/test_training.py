@@ -160,7 +160,7 @@ def test_a_real_engine_s_log_probs_are_the_trainer_s(tiny_qwen: Path, trainer: A
     engine = HfRollout(str(tiny_qwen), 300)
     tokenizer = engine.vocabulary.tokenizer
     box = Toolbox(str(tiny_qwen), names=("calculator",))
-    box.__dict__["reader"] = Always()
+    box.__dict__["how"] = Always()
     # Turns of a random model end about once in 260 tokens: another token ends them sooner.
     stops = tuple(range(3, 40))
     prompts = Batch([0, 1, 2], {"prompt_ids": [prompt_ids(tokenizer, CHAT)] * 3, "raw_prompt": [CHAT] * 3})

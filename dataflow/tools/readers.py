@@ -1,0 +1,328 @@
+"""Readers: they find the calls in the tokens of a turn, and frame the answers. Most are those of a library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from loguru import logger
+
+from dataflow.errors import ConfigError, ModelError, nearest
+from dataflow.tools.formats import Format, Framing, Hermes, ToolCall
+from dataflow.usercode.load import describe, pick
+
+AUTO = "auto"
+OWN: dict[str, type[Format]] = {"hermes": Hermes}
+"""The formats that are read as text here."""
+_MARKS = {
+    "<function=": "qwen3.5",
+    "<arg_key>": "glm",
+    "<｜tool▁calls▁begin｜>": "deepseek-v3",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3_json",
+    "<tool_call>": "qwen3",
+}
+"""Of templates that no renderer renders: what a template with this text has its calls read by (renderers, or vLLM)."""
+_TRIES = 16
+"""How often a turn with broken calls is parsed again."""
+
+
+class Reader(Protocol):
+    """Reads the turns of one model."""
+
+    def calls(self, before: Sequence[int], turn: Sequence[int]) -> list[ToolCall]:
+        """Returns the calls in a turn, in order.
+
+        Args:
+            before: the tokens that the turn was sampled after.
+            turn: its tokens.
+        """
+        ...
+
+    def framed(
+        self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]
+    ) -> list[int] | None:
+        """Returns the tokens between a turn and the model's next one; None leaves that to the chat template.
+
+        Args:
+            before: the tokens that the turn was sampled after.
+            turn: its tokens.
+            answers: each call with its answer.
+        """
+        ...
+
+
+class TextReader:
+    """Reads the text of a turn by a format."""
+
+    def __init__(self, tokenizer: Any, how: Format) -> None:
+        self._tokenizer, self._format = tokenizer, how
+
+    def calls(self, before: Sequence[int], turn: Sequence[int]) -> list[ToolCall]:
+        """See :class:`Reader`."""
+        return self._format.parse(self._tokenizer.decode(list(turn), skip_special_tokens=False))
+
+    def framed(
+        self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]
+    ) -> list[int] | None:
+        """See :class:`Reader`."""
+        if not isinstance(self._format, Framing):
+            return None
+        text = self._format.frame([text for _, text in answers])
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class VllmReader:
+    """Reads by one of ``vllm.tool_parsers``, which parse the text behind the thinking.
+
+    Raises:
+        Exception: the tokenizer lacks what the parser needs.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, schemas: Sequence[Mapping[str, Any]]) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        self._tokenizer = tokenizer
+        self._request: Any = ChatCompletionRequest(messages=[], model="", tools=list(schemas))
+        self._build = ToolParserManager.get_tool_parser(name)
+        self._parser()
+
+    def _parser(self) -> Any:
+        return self._build(self._tokenizer, self._request.tools)  # they keep state, so each turn gets a new one
+
+    def calls(self, before: Sequence[int], turn: Sequence[int]) -> list[ToolCall]:
+        """See :class:`Reader`."""
+        ids = list(turn[:-1] if turn and turn[-1] == self._tokenizer.eos_token_id else turn)
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        prompt = self._tokenizer.decode(list(before[-8:]), skip_special_tokens=False)
+        if text.lstrip().startswith("<think>") or prompt.rstrip().endswith("<think>"):
+            text = text.partition("</think>")[2]
+        parser = self._parser()
+        found = parser.extract_tool_calls(text, self._request)
+        if found.tools_called:
+            return [ToolCall.of(each.function.name, each.function.arguments) for each in found.tool_calls]
+        marks = [mark for name, mark in vars(parser).items() if "start" in name or name.startswith("bot_")]
+        if any(isinstance(mark, str) and mark and mark in text for mark in marks):
+            return [ToolCall("", error="the tool call cannot be read; write it as the first message shows")]
+        return []
+
+    def framed(
+        self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]
+    ) -> list[int] | None:
+        """See :class:`Reader`."""
+        return None
+
+
+class RendererReader:
+    """Reads by a renderer of the library ``renderers``, which tells tags from text by their tokens.
+
+    Args:
+        tokenizer: of the model.
+        renderer: of its family.
+        schemas: JSON schemas of the tools.
+    """
+
+    def __init__(self, tokenizer: Any, renderer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._tokenizer, self._renderer, self._schemas = tokenizer, renderer, list(schemas)
+
+    def calls(self, before: Sequence[int], turn: Sequence[int]) -> list[ToolCall]:
+        """See :class:`Reader`.
+
+        A tag that a model writes in an argument may be the token of the tag that ends a call. So where a call is
+        broken, the turn is parsed again with that token as text.
+        """
+        prompt, ids = list(before), list(turn)
+        try:
+            found, tries, at = self._attempts(prompt, ids), _TRIES, 0
+            while at < len(found):
+                call, longer = found[at], ids
+                while tries and not _whole(call) and call.token_span is not None:
+                    tries -= 1
+                    longer = self._longer(longer, call)
+                    again = self._attempts(prompt, longer)
+                    if at >= len(again):
+                        break
+                    call = again[at]
+                    # Of XML, the end of the next call may close a tag that this one left open.
+                    if _whole(call) and (len(again) >= len(found) or call.raw.lstrip().startswith("{")):
+                        found, ids = again, longer
+                at += 1
+        except Exception as error:  # what a model may write has no limits, and a parser may raise anything
+            return [ToolCall("", error=f"the tool call cannot be read ({type(error).__name__}: {error})")]
+        return [_call(each) for each in found]
+
+    def _attempts(self, prompt: list[int], ids: list[int]) -> list[Any]:
+        return list(self._renderer.parse_response(ids, tools=self._schemas, prompt_ids=prompt).tool_calls)
+
+    def _longer(self, ids: list[int], call: Any) -> list[int]:
+        """Returns the tokens with the one that ends a call as text; with that token at the end if it is missing."""
+        end = call.token_span[1]
+        if call.status.value == "unclosed_block":
+            return [*ids[:end], *self._tokenizer.encode("</tool_call>", add_special_tokens=False)]
+        text = self._tokenizer.decode(ids[end - 1 : end], skip_special_tokens=False)
+        plain = [
+            token for part in (text[:1], text[1:]) for token in self._tokenizer.encode(part, add_special_tokens=False)
+        ]
+        return [*ids[: end - 1], *plain, *ids[end:]]
+
+    def framed(
+        self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]
+    ) -> list[int] | None:
+        """See :class:`Reader`."""
+        messages = [
+            {"role": "tool", "name": call.name or "tool", "content": text, "tool_call_id": call.id or ""}
+            for call, text in answers
+        ]
+        known = [*before, *turn]
+        bridged = self._renderer.bridge_to_next_turn(list(before), list(turn), messages, tools=self._schemas)
+        if bridged is None or list(bridged.token_ids[: len(known)]) != known:
+            return None
+        return list(bridged.token_ids[len(known) :])
+
+
+def _whole(call: Any) -> bool:
+    """Whether a call has all that was written in it."""
+    open_tag = call.raw.lstrip().startswith("<function=") and call.raw.rfind("<parameter=") > call.raw.rfind("</param")
+    return (
+        not open_tag
+        and call.status.value not in ("malformed_structure", "missing_name")
+        and ToolCall.of(call.name, call.arguments).error is None
+    )
+
+
+def _call(call: Any) -> ToolCall:
+    if _whole(call):
+        return ToolCall.of(call.name, call.arguments, call.id)
+    raw = call.raw.strip()
+    if raw.startswith(("{", "[", '"')) or call.status.value == "invalid_json":
+        try:
+            json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            return ToolCall(call.name or "", error=f"the tool call is not valid JSON ({error})")
+        return ToolCall.of(call.name, call.arguments)
+    return ToolCall(
+        call.name or "", error="the tool call is not complete: it lacks its name, or a tag that ends a part"
+    )
+
+
+def find_format(name: str, module: ModuleType | None = None, where: str = "tools.format") -> Format | str:
+    """Returns a class of the user's file, built, or a name that :func:`find_reader` knows.
+
+    Raises:
+        ConfigError: there is none, or it cannot parse calls.
+    """
+    if name == AUTO or name in OWN:
+        return name
+    if module is None or not hasattr(module, name):
+        if name in _families() or name in _vllm_parsers():
+            return name
+        known = [AUTO, *OWN, *_families(), *_vllm_parsers()]
+        if module is None:
+            hint = nearest(name, known) or f"; give one of {', '.join(known)}, or tools.path too."
+            raise ConfigError(f"{where}: there is no format '{name}'{hint}")
+    kind: Any = pick(module, name, where)
+    if not callable(getattr(kind, "parse", None)):
+        raise ConfigError(f"{where}: '{name}' has no method parse(text) that returns a list of ToolCall.")
+    try:
+        built: Format = kind() if isinstance(kind, type) else kind
+        return built
+    except Exception as error:
+        raise ConfigError(f"{where}: '{name}' cannot be built: {describe(error)}.") from error
+
+
+def find_reader(
+    how: Format | str, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> Reader:
+    """Returns the reader of a model's turns.
+
+    Args:
+        how: of :func:`find_format`. ``auto`` is the family whose renderer renders a chat with these tools as the
+            model's template does, or else what the template's text shows.
+        tokenizer: of the model.
+        schemas: JSON schemas of the tools.
+        options: of the chat template, which the tokenizer applies by itself.
+
+    Raises:
+        ModelError: the tokenizer is not one of the family that is named.
+    """
+    if not isinstance(how, str):
+        return TextReader(tokenizer, how)
+    if how == AUTO:
+        return _recognised(tokenizer, schemas, options)
+    if how in OWN:
+        return TextReader(tokenizer, OWN[how]())
+    try:
+        if how not in _families():
+            return VllmReader(tokenizer, how, schemas)
+        renderer = _rendering([how], tokenizer, schemas, options) or _renderer(how, tokenizer, options)
+    except Exception as error:  # of a library, from a tokenizer that it was not made for
+        raise ModelError(f"tools.format={how}: the model's tokenizer does not fit ({error}).") from error
+    return RendererReader(tokenizer, renderer, schemas)
+
+
+def _recognised(tokenizer: Any, schemas: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Reader:
+    from renderers import DefaultRendererConfig, create_renderer
+
+    renderer = _rendering(_families(), tokenizer, schemas, options)
+    if renderer is not None:
+        logger.info(f"tools.format=auto: the chat template is that of {renderer.config.name}.")
+        return RendererReader(tokenizer, renderer, schemas)
+    template, vocabulary = str(tokenizer.chat_template), tokenizer.get_vocab()
+    name = next((name for mark, name in _MARKS.items() if mark in template), None)
+    if name in ("mistral", "llama3_json"):
+        reader: Reader = VllmReader(tokenizer, name, schemas)
+    elif name is not None and ("<｜tool▁calls▁begin｜>" if name == "deepseek-v3" else "<tool_call>") in vocabulary:
+        default = create_renderer(tokenizer, DefaultRendererConfig(tool_parser=name))
+        reader = RendererReader(tokenizer, default, schemas)
+    else:
+        name, reader = "hermes", TextReader(tokenizer, Hermes())
+    logger.info(f"tools.format=auto: the chat template is of no known family; calls are read as those of {name}.")
+    return reader
+
+
+def _rendering(
+    names: Sequence[str], tokenizer: Any, schemas: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> Any:
+    """Returns the first renderer that renders a chat as the model's template does; None if none does."""
+    chat = [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}]
+    how = {"tools": list(schemas), "add_generation_prompt": True}
+    try:
+        # Llama's template has the day's date, unless it is given; the renderer has this one.
+        date = {"date_string": "26 Jul 2024", **options}
+        wanted = list(tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **how, **date))
+    except Exception:  # a template may raise anything; one that refuses this chat is of no family
+        return None
+    for name in names:
+        for more in ({}, {"enable_thinking": False}):
+            try:
+                found = _renderer(name, tokenizer, {**more, **options})
+                if list(found.render_ids(chat, **how)) == wanted:
+                    return found
+            except Exception:
+                break
+    return None
+
+
+def _renderer(name: str, tokenizer: Any, options: Mapping[str, Any]) -> Any:
+    from renderers import config_from_name, create_renderer
+
+    if name == "gpt-oss" and "<|channel|>" not in tokenizer.get_vocab():
+        raise ModelError("it has no token <|channel|>")  # the renderer would load its own vocabulary, by the network
+    return create_renderer(tokenizer, config_from_name(name), chat_template_kwargs=dict(options) or None)
+
+
+def _families() -> list[str]:
+    from renderers.base import MODEL_RENDERER_MAP
+
+    return list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
+
+
+def _vllm_parsers() -> list[str]:
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        return []
+    return list(ToolParserManager.list_registered())

@@ -1,0 +1,287 @@
+"""Readers of calls: what a model wrote, by special tokens where its family has them, and the frames of answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dataflow.errors import ConfigError, ModelError
+from dataflow.tools.formats import Hermes, ToolCall
+from dataflow.tools.readers import RendererReader, TextReader, find_format, find_reader
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.heavy]
+
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "run",
+        "description": "Runs code.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string"}, "times": {"type": "integer"}},
+            "required": ["code"],
+        },
+    },
+}
+PROMPT = "<|im_start|>assistant\n"
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
+
+
+def tokenizer_of(tags: list[str], template: str = PLAIN) -> Any:
+    """Returns a byte-level tokenizer in which each tag is a token, as those of a family have it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", *SPECIAL]
+    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    bytewise = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.add_special_tokens({"additional_special_tokens": SPECIAL})
+    made.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
+    made.chat_template = template
+    return made
+
+
+def written_as(family: str, tokenizer: Any) -> str:
+    """Returns a chat template that renders a chat with tools as a family does."""
+    from renderers import config_from_name, create_renderer
+
+    renderer = create_renderer(tokenizer, config_from_name(family))
+    chat = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "USER"}]
+    text = tokenizer.decode(renderer.render_ids(chat, tools=[SCHEMA], add_generation_prompt=True))
+    for said, shown in (
+        (json.dumps(SCHEMA), "{{ tools[0] | tojson }}"),
+        ("SYSTEM", "{{ messages[0].content }}"),
+        ("USER", "{{ messages[1].content }}"),
+    ):
+        assert said in text
+        text = text.replace(said, shown)
+    return text + "{{ '' }}"  # Jinja drops a newline at the end
+
+
+QWEN3 = tokenizer_of(TAGS)
+BARE = tokenizer_of([])
+
+
+def json_call(code: str, **more: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'run', 'arguments': {'code': code, **more}})}\n</tool_call>"
+
+
+def xml_call(code: str, **more: Any) -> str:
+    parts = {"code": code, **more}
+    body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parts.items())
+    return f"<tool_call>\n<function=run>\n{body}</function>\n</tool_call>"
+
+
+def calls(how: str, tokenizer: Any, text: str, prompt: str = PROMPT) -> list[ToolCall]:
+    reader = find_reader(how, tokenizer, [SCHEMA], {})
+    ids = [tokenizer.encode(each, add_special_tokens=False) for each in (prompt, text + "<|im_end|>")]
+    return reader.calls(*ids)
+
+
+WAYS = {
+    "qwen3": (lambda text, *prompt: calls("qwen3", QWEN3, text, *prompt), json_call),
+    "qwen3.5": (lambda text, *prompt: calls("qwen3.5", QWEN3, text, *prompt), xml_call),
+    "hermes": (lambda text, *prompt: calls("hermes", QWEN3, text, *prompt), json_call),
+    "text": (lambda text, *prompt: calls("hermes", BARE, text, *prompt), json_call),
+}
+Read = Callable[..., list[ToolCall]]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> tuple[Read, Callable[..., str]]:
+    return WAYS[request.param]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(1)",
+        "x = '</think>'",
+        "x = '<think>'",
+        "x = '</tool_call>'",
+        "x = '</tool_call>' + '</tool_call>'",
+        "x = '<tool_call>'",
+        'x = \'<tool_call>{"name": "run"}</tool_call>\'',
+        "{} [] \\ </b>",
+        "größer",
+    ],
+)
+def test_an_argument_may_contain_any_tag(way: tuple[Read, Callable[..., str]], code: str) -> None:
+    """Its tags are the tokens of tags here: the worst that a model can sample."""
+    read, write = way
+    wanted = [ToolCall("run", {"code": code})]
+    assert read(write(code)) == wanted
+    assert read(f"<think>\nHm.\n</think>\n\nSo: {write(code)}") == wanted
+    assert read(f"{write('first')}\n{write(code)}\n{write('last')}") == [
+        ToolCall("run", {"code": each}) for each in ("first", code, "last")
+    ]
+    assert read(f"Hm.\n</think>\n{write(code)}", f"{PROMPT}<think>\n") == wanted
+
+
+def test_a_tag_in_an_argument_as_text(way: tuple[Read, Callable[..., str]]) -> None:
+    _read, write = way
+    ids = QWEN3.encode("<tool_call>", add_special_tokens=False)
+    for letter in (
+        write("MARK").removeprefix("<tool_call>").removesuffix("</tool_call>").replace("MARK", "</tool_call>")
+    ):
+        ids += QWEN3.encode(letter, add_special_tokens=False)
+    ids += QWEN3.encode("</tool_call><|im_end|>", add_special_tokens=False)
+    how = "qwen3.5" if write is xml_call else "qwen3"
+    assert find_reader(how, QWEN3, [SCHEMA], {}).calls([], ids) == [ToolCall("run", {"code": "</tool_call>"})]
+
+
+def test_no_call(way: tuple[Read, Callable[..., str]]) -> None:
+    read, write = way
+    assert read("So it is 42.") == []
+    assert read("") == []
+    assert read(f"<think>{write('draft')}</think>done") == []
+    assert read(f"{write('draft')}</think>done", f"{PROMPT}<think>\n") == []
+
+
+def test_types_of_arguments(way: tuple[Read, Callable[..., str]]) -> None:
+    read, write = way
+    assert read(write("1", times=3)) == [ToolCall("run", {"code": "1", "times": 3})]
+
+
+@pytest.mark.parametrize("how", ["qwen3", "hermes"])
+@pytest.mark.parametrize("tokenizer", [QWEN3, BARE], ids=["tags", "bare"])
+def test_arguments_as_the_text_of_an_object(how: str, tokenizer: Any) -> None:
+    if how == "qwen3" and tokenizer is BARE:
+        how = "hermes"
+    text = '<tool_call>{"name": "run", "arguments": "{\\"code\\": \\"</think>\\"}"}</tool_call>'
+    assert calls(how, tokenizer, text) == [ToolCall("run", {"code": "</think>"})]
+    (broken,) = calls(how, tokenizer, '<tool_call>{"name": "run", "arguments": "{code}"}</tool_call>')
+    assert broken.error is not None
+    assert broken.error.startswith('"arguments" of the tool call is not valid JSON')
+    assert broken.name == "run"
+
+
+@pytest.mark.parametrize("how", ["qwen3", "hermes"])
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("{'name': 1}", "the tool call is not valid JSON (Expecting property name"),
+        ("", "the tool call is not valid JSON"),
+        ("{", "the tool call is not valid JSON"),
+        ('{"name": "run"} {"name": "b"}', "the tool call is not valid JSON"),
+        ("[" * 100_000, "the tool call"),
+        ('{"name": 1}', 'a tool call is an object with "name" and "arguments"'),
+        ('"run"', 'a tool call is an object with "name" and "arguments"'),
+        ("[]", 'a tool call is an object with "name" and "arguments"'),
+        ('{"name": "run", "arguments": [1]}', '"arguments" of a tool call is an object'),
+        ('{"name": "run", "arguments": null}', '"arguments" of a tool call is an object'),
+        ('{"name": "run", "arguments": {"times": ' + "9" * 5000 + "}}", "the tool call"),
+    ],
+)
+def test_the_model_is_told_what_is_wrong(how: str, body: str, error: str) -> None:
+    (call,) = calls(how, QWEN3, f"<tool_call>{body}</tool_call>")
+    assert call.error is not None
+    assert call.error.startswith(error)
+
+
+@pytest.mark.parametrize("how", ["qwen3", "hermes"])
+def test_a_broken_call_hides_no_other(how: str) -> None:
+    found = calls(how, QWEN3, f"{json_call('a')}<tool_call>{{'</tool_call>{json_call('b')}")
+    assert [(call.name, call.error is None) for call in found] == [("run", True), ("", False), ("run", True)]
+
+
+def test_the_last_call_may_lack_its_end() -> None:
+    for how in ("qwen3", "hermes"):
+        assert calls(how, QWEN3, json_call("a").removesuffix("</tool_call>")) == [ToolCall("run", {"code": "a"})]
+    assert calls("qwen3.5", QWEN3, xml_call("a").removesuffix("</tool_call>")) == [ToolCall("run", {"code": "a"})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n<function=run>\n<parameter=code>\n1\n</tool_call>",
+        "<tool_call>\nrun(1)\n</tool_call>",
+        "<tool_call>\n<function=run>\n<parameter=code>\n1",
+    ],
+)
+def test_xml_that_is_not_complete(text: str) -> None:
+    (broken,) = calls("qwen3.5", QWEN3, text)
+    assert broken.error is not None
+    assert broken.error.startswith("the tool call is not complete")
+    if text.endswith("</tool_call>"):
+        found = calls("qwen3.5", QWEN3, text + xml_call("2"))
+        assert [call.error is None for call in found] == [False, True], "the next call is no part of its argument"
+
+
+# --- which reader ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_a_family_is_recognised_by_what_its_template_renders(family: str) -> None:
+    tokenizer = tokenizer_of(TAGS)
+    tokenizer.chat_template = written_as(family, tokenizer)
+    reader = find_reader("auto", tokenizer, [SCHEMA], {})
+    assert isinstance(reader, RendererReader)
+    assert reader._renderer.config.name == family
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_options_of_the_template_are_the_renderer_s(thinking: bool) -> None:
+    from dataflow.models.tokenizer import with_options
+
+    tokenizer = tokenizer_of(TAGS)
+    template = written_as("qwen3", tokenizer)
+    off = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    tokenizer.chat_template = template + off
+    options = {"enable_thinking": thinking}
+    reader = find_reader("auto", with_options(tokenizer, options), [SCHEMA], options)
+    before, turn = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("<|im_start|>assistant\n", "x<|im_end|>")
+    )
+    framed = reader.framed(before, turn, [(ToolCall("run"), "42")])
+    assert framed is not None
+    wanted = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(framed) == wanted + ("" if thinking else "<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(("template", "write"), [("<tool_call>{{ tools }}", json_call), ("<function=", xml_call)])
+def test_a_template_of_no_family_is_read_by_its_tags(template: str, write: Callable[..., str]) -> None:
+    tokenizer = tokenizer_of(TAGS, PLAIN + template)
+    assert calls("auto", tokenizer, write("</tool_call>")) == [ToolCall("run", {"code": "</tool_call>"})]
+
+
+def test_a_template_without_tools_is_read_as_text() -> None:
+    reader = find_reader("auto", BARE, [SCHEMA], {})
+    assert isinstance(reader, TextReader)
+    assert calls("auto", BARE, json_call("a")) == [ToolCall("run", {"code": "a"})]
+
+
+@pytest.mark.vllm
+def test_a_parser_of_vllm() -> None:
+    assert find_format("granite4") == "granite4"
+    wanted = [ToolCall("run", {"code": "a"}), ToolCall("run", {"code": "b"})]
+    found = calls("granite4", QWEN3, f"<think>{json_call('draft')}</think>{json_call('a')}{json_call('b')}")
+    assert found == wanted
+    (broken,) = calls("granite4", QWEN3, "<tool_call>{'</tool_call>")
+    assert broken.error is not None
+    with pytest.raises(ModelError, match=r"^tools.format=mistral: the model's tokenizer does not fit"):
+        find_reader("mistral", QWEN3, [SCHEMA], {})
+    with pytest.raises(ConfigError, match=r"there is no format 'qwen4'; did you mean 'qwen3'"):
+        find_format("qwen4")
+
+
+def test_a_family_that_the_tokenizer_is_not_of() -> None:
+    with pytest.raises(ModelError, match=r"^tools.format=qwen3: the model's tokenizer does not fit \(.*<tool_call>"):
+        find_reader("qwen3", BARE, [SCHEMA], {})
+    with pytest.raises(
+        ModelError, match=r"^tools.format=gpt-oss: the model's tokenizer does not fit \(it has no token"
+    ):
+        find_reader("gpt-oss", BARE, [SCHEMA], {})
+
+
+def test_hermes_as_text() -> None:
+    assert Hermes().parse(f"<think>{json_call('a')}") == [], "the thinking does not end"
+    assert Hermes().parse(f"x <think>{json_call('a')}</think>{json_call('b')}") == [ToolCall("run", {"code": "b"})]
