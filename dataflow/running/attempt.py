@@ -33,6 +33,8 @@ from dataflow.timeline.spans import Trace
 
 SHOWN_S = 0.5
 """Seconds between two frames of the picture on a terminal."""
+_LAST_S = 2.0
+"""Seconds in which an agent of a run that ends early shall say what it has paid for."""
 
 
 class Attempt:
@@ -212,12 +214,22 @@ class Attempt:
         except NotOffered:
             return None
 
-    async def _stats(self) -> dict[str, Any]:
+    async def _stats(self, method: str = "stats") -> dict[str, Any]:
         """Returns the stats of the reward agents: the services that collect rewards on a resource of their own name."""
         collecting = [s for s in self._graph.pipeline.stages if s.host is not None and s.host.name == s.on]
         agents = dict.fromkeys(s.on for s in collecting if s.collects or s.on == MAIN)
-        found = {name: await self._offered(name, "stats") for name in agents}
+        found = {name: await self._offered(name, method) for name in agents}
         return {name: stats for name, stats in found.items() if stats is not None}
+
+    async def last_stats(self) -> dict[str, Any]:
+        """Returns what the reward agents say of themselves at the end of an attempt that failed; {} if they cannot."""
+        try:
+            async with asyncio.timeout(_LAST_S):
+                # An agent in actors has their numbers of the last step, until it asks them.
+                return {**await self._stats(), **await self._stats("refresh")}
+        except (DataflowError, LookupError, TimeoutError, asyncio.CancelledError) as error:
+            logger.debug(f"the summary lacks what was paid for since the last step: {error!r}")
+            return {}
 
     async def _finish_model(self) -> str | None:
         """Exports the trained model if ``checkpoint.export`` is set; returns the digest of its weights."""

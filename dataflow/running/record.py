@@ -17,7 +17,7 @@ from loguru import logger
 from dataflow.columns.block_file import BlockFile
 from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.files import replaced, written
-from dataflow.running.remains import EARLIER, EVALUATIONS, summarise, total_so_far
+from dataflow.running.remains import EARLIER, EVALUATIONS, summarise, total_so_far, written_by
 from dataflow.running.reporting.agent_totals import AgentTotals, Stats
 from dataflow.running.reporting.throughput import throughput
 from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
@@ -94,6 +94,7 @@ class Record:
                 logger.warning(f"the summary will not count the requests of earlier evaluations: {error}")
         for row in read_metrics(self.directory / METRICS):
             self._take(row.pop("step"), {name: value for name, value in row.items() if value is not None})
+        self.totals.resumed(written_by(self.directory).get("rewards") or {})
 
     def cut(self, step: int, early: frozenset[str], ahead: int) -> None:
         """Drops what follows a checkpoint.
@@ -123,6 +124,7 @@ class Record:
         # A process that is killed later leaves the summary to its supervisor, which keeps one that exists.
         (self.directory / SUMMARY).unlink(missing_ok=True)
         recorded, self.steps, self.summary = self.steps, step, {}
+        self.totals.restarted((self.before, self.trace))
         meta = self.trace.meta
         for name in ("cut", "status"):
             meta.pop(name, None)
@@ -286,8 +288,12 @@ class Record:
         self.summary |= facts
         write_summary(self.directory / SUMMARY, self.summary)
 
-    def leave(self, total_s: float) -> None:
+    def leave(self, total_s: float, stats: Stats | None = None) -> None:
         """Ends the trace and writes the summary, each even if the other fails; an error that ended the run comes first.
+
+        Args:
+            total_s: seconds from the start of this process until now.
+            stats: of the reward agents, where they can still be asked.
 
         Raises:
             RunError: one of them cannot be written, and the run went well so far.
@@ -310,7 +316,7 @@ class Record:
                 self.trace.meta["status"] = "failed"
         if not self.summary or problem is not None:
             known = self.summary
-            self.summarise(total_s)
+            self.summarise(total_s, stats=stats)
             self.summary |= {**known, "status": self.trace.meta["status"]}
         try:
             self.write_summary()

@@ -88,9 +88,17 @@ def total_so_far(directory: Path, trace: Trace) -> float:
         trace: of the run, which shows it from the first task on.
     """
     try:
-        return float(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["total_s"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return float(written_by(directory)["total_s"])
+    except (ValueError, KeyError, TypeError):
         return _processes_s(trace)
+
+
+def written_by(directory: Path) -> dict[str, Any]:
+    """Returns the summary that the last process of a run wrote; empty if there is none that can be read."""
+    try:
+        return dict(json.loads((directory / "summary.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _processes_s(trace: Trace) -> float:
@@ -104,10 +112,10 @@ def complete(directory: Path, steps: int) -> dict[str, Any] | None:
     A run that was killed after its last checkpoint, but before its summary, is not complete: its weights have not been
     evaluated, exported and digested.
     """
+    summary = written_by(directory)
     try:
-        summary = dict(json.loads((directory / "summary.json").read_text(encoding="utf-8")))
         return summary if summary["status"] == "finished" and summary["steps"] >= steps else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
 
 

@@ -301,7 +301,7 @@ class Session:
             if record.trace.meta["status"] == "running":
                 record.trace.meta["status"] = "failed"
             try:
-                record.leave(clock.now() - self._began)
+                record.leave(clock.now() - self._began, None if record.summary else await attempt.last_stats())
             finally:
                 await attempt.close(sys.exception())
 

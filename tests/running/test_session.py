@@ -199,6 +199,30 @@ def test_real_gsm8k_in_verls_schema(keys: tuple[str, ...], tmp_path: Path) -> No
     assert "val-core/openai/gsm8k/reward/mean@1" in metrics
 
 
+def test_what_was_paid_before_an_interrupt_and_after_the_resume_is_in_the_summary(
+    keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    paid, stop = tmp_path / "paid", tmp_path / "stop"
+    (tmp_path / "reward.py").write_text(
+        "import os, pathlib, signal\n"
+        f"paid, stop = pathlib.Path('{paid}'), pathlib.Path('{stop}')\n"
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    with paid.open('a') as file: file.write('.')\n"
+        "    if paid.stat().st_size == 2 * 16 + 12 and not stop.exists():\n"
+        "        stop.touch()\n"
+        f"        os.kill({os.getpid()}, signal.SIGINT)\n"
+        "    return {'score': len(solution_str) / 100, 'tokens': 10}\n"
+    )
+    keys = (*keys, "val.every=0", "checkpoint.every=1", "checkpoint.on_interrupt=false", "policy=baseline")
+    first = run(keys, "executor=inline", code=130)
+    assert first["steps"] == 2
+    assert first["rewards"]["tokens"] >= 10 * (2 * 16 + 11)
+    assert main(["resume", str(first["directory"]), "--quiet"]) == 0
+    last = json.loads((first["directory"] / "summary.json").read_text())
+    assert last["rewards"]["tokens"] == 10 * paid.stat().st_size
+    assert paid.stat().st_size < 5 * 16, "the ledger has the answers of the step that was interrupted"
+
+
 def test_a_reward_function_that_raises_ends_the_run_and_names_the_sample(
     keys: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +239,7 @@ def test_a_reward_function_that_raises_ends_the_run_and_names_the_sample(
     assert summary["step_s"] * summary["steps"] <= summary["wall_s"]
     counts = summary["rewards"]
     assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"] >= 2 * 16
+    assert counts["failed"] == 1
     err = capsys.readouterr().err
     assert "StageFailed: reward_collect[step 2" in err
     (last,) = [line for line in err.splitlines() if line.startswith("stopped after ")]

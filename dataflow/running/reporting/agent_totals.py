@@ -36,6 +36,21 @@ class AgentTotals:
         for agent in dict.fromkeys(match["agent"] or MAIN for match in found):
             self._totals(agent).step(metrics)
 
+    def resumed(self, counts: Mapping[str, Any]) -> None:
+        """Begins a process of a run that resumes; see :meth:`RewardTotals.resumed`.
+
+        Args:
+            counts: ``rewards`` of the summary that the earlier processes left.
+        """
+        each = counts.get("agents") or {next(iter(self._of), MAIN): counts}
+        for agent in dict.fromkeys([*each, *self._of]):
+            self._totals(agent).resumed(each.get(agent, {}))
+
+    def restarted(self, traces: Sequence[Trace]) -> None:
+        """Begins an attempt with new agents, given what remains of the traces so far."""
+        for agent, totals in self._of.items():
+            totals.restarted([part_of(trace, agent) for trace in traces])
+
     def counts(self, traces: Sequence[Trace], stats: Stats | None = None) -> dict[str, Any]:
         """Returns the ``rewards`` of a run's summary; {} if it requested none.
 

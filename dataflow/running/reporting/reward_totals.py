@@ -12,8 +12,8 @@ from dataflow.timeline.spans import Mark, Trace, called
 
 COUNTS = ("requested", "scored", "failed", "cancelled", "retried", "hedged", "cached", "shared", "tokens")
 _GROWING = (*COUNTS, "timed_out", "throttled", "cost", "rate_limit_wait_s")
-
-
+_SPENT = ("tokens", "hedged")
+"""Counts that the trace does not have."""
 QUANTILES = ("p50", "p95", "p99")
 
 
@@ -26,9 +26,11 @@ class RewardTotals:
 
     def __init__(self, agent: str = MAIN) -> None:
         self._agent = agent
-        self._last: dict[str, float] = {}
+        self._last: dict[str, Any] = {}
         self._lost: Counter[str] = Counter()
         self._used: Counter[str] = Counter()
+        self._earlier: Counter[str] = Counter()
+        self._failed = 0  # in the trace when the attempt began, less those that earlier agents counted
 
     def seen(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Returns an agent's stats plus the counts of earlier agents, so that no count ever decreases."""
@@ -43,8 +45,25 @@ class RewardTotals:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Adds the usage that a step logged."""
-        for name in ("tokens", "hedged"):
+        for name in _SPENT:
             self._used[name] += int(metrics.get(metric(self._agent, name), 0))
+
+    def resumed(self, counts: Mapping[str, Any]) -> None:
+        """Begins a process of a run that resumes, after :meth:`step` has seen what earlier ones logged.
+
+        Args:
+            counts: of the earlier processes, as their summary has them: with what was paid for after the last log.
+        """
+        for name in _SPENT:
+            self._earlier[name] = max(int(counts.get(name, 0)), self._used.pop(name, 0))
+
+    def restarted(self, traces: Iterable[Trace]) -> None:
+        """Begins an attempt with a new agent, given what remains of the traces so far."""
+        for name, count in self._last.items():
+            self._lost[name] += count
+        self._last = {}
+        told = sum(mark.args.get("how") == "failed" for trace in traces for mark in trace.marks)
+        self._failed = told - self._lost["failed"]
 
     def counts(self, traces: Iterable[Trace], stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns the counts of the agent's requests; {} if there were none.
@@ -73,27 +92,33 @@ class RewardTotals:
                         durations.append(mark.end - mark.begin)
             noted = sum(int(span.args.get("requests", 0)) for span in trace.spans)
             sent += max(noted, ended - before)
-        total = self.seen(stats or {})
+        total = {**self._lost, **self.seen(stats or self._last)}
         if not sent:  # a user's own stages may record nothing in the trace
             latency = total.get("latency_s") or {}
             counts = {name: total.get(name, 0) for name in COUNTS} if stats else {}
         else:
             scored = ended - how["failed"] - how["cancelled"]
+            # Of a step that failed none is in the trace, not even the one that ended the run.
+            untold = total.get("failed", 0) + self._failed - how["failed"]
+            failed = how["failed"] + min(max(0, untold), sent - ended)
             counts = {
                 "requested": sent,
                 "scored": scored,
-                "failed": how["failed"],
-                "cancelled": sent - scored - how["failed"],
+                "failed": failed,
+                "cancelled": sent - scored - failed,
                 "retried": retried,
-                "hedged": max(total.get("hedged", 0), self._used["hedged"]),
+                "hedged": self._spent("hedged", total),
                 "cached": how["ledger"],
                 "shared": how["shared"],
-                "tokens": max(total.get("tokens", 0), self._used["tokens"]),
+                "tokens": self._spent("tokens", total),
             }
             latency = latency_summary(durations)
         if not counts:
             return {}
         return {**counts, "latency_s": {name: latency.get(name) for name in QUANTILES}}
+
+    def _spent(self, name: str, total: Mapping[str, Any]) -> int:
+        return self._earlier[name] + int(max(total.get(name, 0), self._used[name]))
 
 
 def latencies(marks: Iterable[Mark]) -> dict[str, float]:

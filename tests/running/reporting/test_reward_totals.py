@@ -56,6 +56,34 @@ def test_a_rebuilt_agent_takes_nothing_away() -> None:
     assert (counts["requested"], counts["scored"], counts["tokens"]) == (384, 384, 1500)
 
 
+def test_failures_of_the_step_that_ended_a_run_are_counted() -> None:
+    totals = RewardTotals()
+    first = [asked(4, "", "failed", "", ""), asked(4)]  # the second step failed, so that the trace has none of it
+    counts = totals.counts(first, {"failed": 3})
+    assert (counts["scored"], counts["failed"], counts["cancelled"]) == (3, 3, 2)
+    totals.restarted([first[0]])  # from the checkpoint of step 1
+    counts = totals.counts([first[0], asked(4, "", "failed", "", "")], {"failed": 1})
+    assert (counts["scored"], counts["failed"], counts["cancelled"]) == (6, 2, 0)
+    assert totals.counts([first[0], asked(4)], {"failed": 9})["cancelled"] == 0
+
+
+def test_each_attempt_and_each_process_adds_what_it_paid() -> None:
+    totals = RewardTotals()
+    trace = [asked(4, *[""] * 4)]
+    totals.step({"reward/tokens": 300.0})
+    totals.resumed({"tokens": 340})  # 40 of them after the last log
+    totals.restarted(trace)
+    totals.step({"reward/tokens": 100.0})
+    assert totals.counts(trace, {"tokens": 150})["tokens"] == 340 + 150
+    totals.restarted(trace)  # in the same process, with a new agent
+    assert totals.counts(trace)["tokens"] == 340 + 150
+    assert totals.counts(trace, {"tokens": 200})["tokens"] == 340 + 150 + 200
+    killed = RewardTotals()
+    killed.step({"reward/tokens": 300.0})
+    killed.resumed({})
+    assert killed.counts(trace, {"tokens": 50})["tokens"] == 350
+
+
 def test_what_steps_logged_counts_where_no_agent_can_be_asked() -> None:
     totals = RewardTotals()
     for tokens in (300.0, 500.0):
