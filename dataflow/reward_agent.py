@@ -68,9 +68,9 @@ class RewardAgent:
 
     Args:
         compute_score: a function, sync or async, called with verl's keywords ``data_source``, ``solution_str``,
-            ``ground_truth`` and ``extra_info`` (a dict, to which ``raw_prompt``, the chat messages, and
-            ``response_length``, in tokens, are added where the samples have them); or an object with such a method
-            and optionally ``compute_group`` or ``post_process_scores``, ``log``, ``close``, ``usage``, ``retry_on``,
+            ``ground_truth`` and ``extra_info`` (a dict, to which ``raw_prompt``, ``response_length`` and
+            ``finish_reason`` are added where the samples have them); or an object with such a method and optionally
+            ``compute_group`` or ``post_process_scores``, ``log``, ``close``, ``usage``, ``retry_on``,
             ``endpoint`` and ``tokens`` (docs/rewards.md). It returns a finite number, a tuple (score, query,
             explanation), or a dict with ``score`` and further columns. Sync functions run in threads.
         limits: calls in flight, requests and tokens a minute.
@@ -120,6 +120,7 @@ class RewardAgent:
         name: str = MAIN,
     ) -> None:
         self.name, self._reward = name, compute_score
+        self.wants_response_ids = bool(getattr(compute_score, "wants_response_ids", False))
         self._function = getattr(compute_score, "compute_score", compute_score)
         self._post_process = group_method(compute_score, post_process_scores)
         if isinstance(compute_score, type) or not callable(self._function):
@@ -175,7 +176,7 @@ class RewardAgent:
                 failed since its first chunk was submitted.
         """
         self.steps.check(step, samples, extra_groups, more)
-        arguments = Arguments(samples, self._decode, getattr(self._reward, "wants_response_ids", False))
+        arguments = Arguments(samples, self._decode, self.wants_response_ids)
         self.steps.bind(self._open)
         state, requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
         state.unadmitted.append(Rows(arguments.rows, requests, clock.now()))

@@ -52,7 +52,8 @@ class Sample:
         log_probs: of each token; of the model's distribution at the sampling temperature (at 1 when greedy), with the
             repetition penalty and before the cuts of top_p, top_k and min_p. 0 for tokens not sampled by the model.
         version: of the weights that it was sampled with.
-        finish: ``stop`` at a token that ends a response, ``length`` at max_tokens.
+        finish: ``stop`` at a token that ends a response, even if it is the last of max_tokens; ``length`` if the
+            response was cut off before one.
         mask: 1 for each token that the model sampled, 0 for tokens of a tool's answer; None if it sampled all.
         facts: further columns of the sample's row, by name.
         text: of its tokens, without special ones, perhaps encoded already; None if it is still to be written.
@@ -130,7 +131,8 @@ class RolloutEngine(Protocol):
             (``[rows, 4, P+R]`` for a model that takes images);
             ``response_mask`` int64 ``[rows, R]``, 1 for tokens that the model sampled, including eos;
             ``rollout_log_probs`` float32 ``[rows, R]``, 0 after the end; ``response_text`` (str, without special
-            tokens). ``meta["weights_version"]`` is the oldest of the samples'.
+            tokens); ``finish_reason``, each sample's ``finish``. ``meta["weights_version"]`` is the oldest of the
+            samples'.
         """
         ...
 

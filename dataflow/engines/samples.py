@@ -221,6 +221,7 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
             columns["position_ids"].tensor(), [shown[at] for at in owner.tolist()], wide
         )
     columns["response_text"] = _texts(rows, tokenizer)
+    columns["finish_reason"] = [sample.finish for sample in rows]
     ids = prompts.ids
     mine = prompts.select([ids[at] for at in owner[::n].tolist()])
     repeated = mine.only(*(name for name in mine.names if name != "prompt_ids")).repeat(n)

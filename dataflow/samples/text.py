@@ -65,7 +65,7 @@ def _sample(row: Row, with_step: bool) -> list[str]:
 
 def _worth(name: str, value: Any) -> bool:
     """Whether a fact is worth showing, since it is not the usual one."""
-    usual = {"tries": 1, "truncated": False, "kept": True}
+    usual = {"tries": 1, "truncated": False, "finish_reason": "stop", "kept": True}
     return not (name in usual and value == usual[name]) and value not in ("", "{}", "[]")
 
 

@@ -20,7 +20,7 @@ from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
-from dataflow.stages.rollout import token_metrics
+from dataflow.stages.rollout import CLIP_RATIO, cut_off, token_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -197,8 +197,10 @@ def _needed(samples: Batch, algorithm: Any) -> Batch:
     names += ["attention_mask"] if algorithm.gdpo_reward_keys else []
     room = samples.shape("response_mask")[1]
     whole, response = (torch.from_numpy(samples.nonzero("attention_mask", last)) for last in (None, room))
-    # verl counts the tokens itself only if these are missing, and of prompts and responses it reads the width alone.
-    lengths = {"prompt_length": (whole - response).float(), "response_length": response.float()}
+    # verl counts the tokens itself only if these are missing, tools' answers among those of a response; of prompts and
+    # responses it reads the width alone.
+    own = torch.from_numpy(samples.nonzero("sampled_mask"))
+    lengths = {"prompt_length": (whole - response).float(), "response_length": own.float()}
     widths = {name: torch.zeros(()).expand(samples.shape(name)) for name in ("prompts", "responses")}
     return samples.only(*(name for name in names if name in samples)).merge(samples.like(**lengths, **widths))
 
@@ -267,6 +269,9 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     for column, values in {"token_level_scores": scores, "token_level_rewards": rewards, **found}.items():
         data.batch[column] = values
     metrics = compute_data_metrics(data, use_critic="values" in estimator.needs)
+    # verl takes a response for cut off if it is as long as the longest possible one, also one that ended there.
+    clipped = dict.fromkeys((CLIP_RATIO, "response_length_non_aborted/clip_ratio"), float(cut_off(samples).mean()))
+    metrics |= {name: share for name, share in clipped.items() if np.isfinite(metrics[name])}
     # Means over no tokens are NaN, which would hide those of the step's other parts.
     task.log({name: value for name, value in metrics.items() if some or np.isfinite(value)})
     return found

@@ -19,6 +19,7 @@ from dataflow.graph import Carried, TaskInfo, stage
 from dataflow.stage import SAMPLED
 from dataflow.system import clock
 
+CLIP_RATIO = "response_length/clip_ratio"
 # Validation draws from random streams that no training step uses.
 VALIDATION_SEED = 1 << 40
 
@@ -88,25 +89,36 @@ def check_version(engine: RolloutEngine, weights_version: int | None, task: Task
 
 
 def length_metrics(responses: Batch) -> dict[str, float]:
-    """Returns verl's ``response_length/mean``, ``max``, ``min`` and ``clip_ratio`` (share of the longest possible)."""
+    """Returns verl's ``response_length/mean``, ``max`` and ``min``, of the model's own tokens, and ``clip_ratio``.
+
+    The last is the share of responses that a limit cut off.
+    """
     if "response_mask" not in responses:
         return {}
-    import torch
-
-    room = responses.shape("response_mask")[1]
-    lengths = torch.from_numpy(responses.nonzero("attention_mask", room)).float()
+    lengths = responses.nonzero("response_mask")
     return {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": float((lengths == room).float().mean()),
+        CLIP_RATIO: float(cut_off(responses).mean()),
     }
+
+
+def cut_off(responses: Batch) -> np.ndarray:
+    """Returns which responses were cut off by a limit, bool ``[rows]``.
+
+    Those of a rollout that gives no ``finish_reason`` count as cut off if they are as long as the longest possible.
+    """
+    if "finish_reason" in responses:
+        return np.array([reason == "length" for reason in responses["finish_reason"]])
+    room = responses.shape("response_mask")[1]
+    return np.asarray(responses.nonzero("attention_mask", room) == room)
 
 
 def token_metrics(responses: Batch, task: TaskInfo) -> dict[str, float]:
     """Returns the tokens of a step: ``perf/total_num_tokens``, as verl counts them, and ``perf/response_tokens``.
 
-    Tools' answers are among a response's tokens.
+    Tools' answers are among the first, not among the second.
 
     Args:
         responses: of one of the step's parts.
@@ -114,9 +126,8 @@ def token_metrics(responses: Batch, task: TaskInfo) -> dict[str, float]:
     """
     if "attention_mask" not in responses or "response_mask" not in responses:
         return {}
-    room = responses.shape("response_mask")[1]
-    counts = {"perf/total_num_tokens": None, "perf/response_tokens": room}
-    tokens = {name: int(responses.nonzero("attention_mask", last).sum()) for name, last in counts.items()}
+    masks = {"perf/total_num_tokens": "attention_mask", "perf/response_tokens": "response_mask"}
+    tokens = {name: int(responses.nonzero(mask).sum()) for name, mask in masks.items()}
     # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
     return {name: float(number * task.parts) for name, number in tokens.items()}
 

@@ -19,6 +19,7 @@ from dataflow.batch import Batch
 from dataflow.graph import Stage, TaskInfo, stage
 from dataflow.models.chat import text_of
 from dataflow.samples.files import Kind, file_of, write
+from dataflow.stages.rollout import cut_off
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +118,8 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
 
     Returns:
         ``step``, ``group``, ``sample`` (index in the group), ``prompt``, ``response``, ``score``, ``advantage`` (mean
-        over the tokens that the model sampled), ``tokens`` (of the response), ``truncated`` (it was cut at the longest
-        length), ``weights_version``, ``begin`` and ``end`` of the request (unix time in seconds), ``latency_s``,
+        over the tokens that the model sampled), ``tokens`` (that the model sampled), ``truncated`` (a limit cut the
+        response off), ``weights_version``, ``begin`` and ``end`` of the request (unix time in seconds), ``latency_s``,
         ``tries``, ``failed_tries`` (why each failed, and the wait after it), ``how`` (it got its score, if not by a
         call of its own: ledger, shared, hedged, failed), and what else the reward returned and the prompts had, as far
         as there is any of it. A column of the reward whose name is taken is called ``reward_NAME``.
@@ -138,9 +139,7 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
     if advantages is not None:
         found["advantage"] = _advantage(advantages, responses)
     if "response_mask" in responses:
-        room = responses.shape("response_mask")[1]
-        tokens = responses.nonzero("attention_mask", room)
-        found |= {"tokens": tokens.tolist(), "truncated": (tokens == room).tolist()}
+        found |= {"tokens": responses.nonzero("response_mask").tolist(), "truncated": cut_off(responses).tolist()}
     found["weights_version"] = [responses.meta.get("weights_version")] * rows
     if "request_begin" in rewards:
         begin, end = rewards["request_begin"], rewards["request_end"]

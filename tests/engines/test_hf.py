@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.hf import HfRollout
 from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, ModelError
+from dataflow.stages.rollout import CLIP_RATIO, length_metrics
 from tests.engines import tiny_models
 from tests.engines.drawing import draw, generate, run
 from tests.engines.tiny_models import ENDS, EOS, PAD, VOCAB
@@ -180,6 +182,20 @@ def test_min_p_and_stop_tokens(engine: HfRollout) -> None:
         end = whole.index(stop) + 1 if stop in whole else len(whole)
         assert tokens[sample.group, sample.index] == whole[:end], "the token that ends a response is part of it"
     assert any(s.tokens[-1] == stop and s.finish == "stop" for s in cut)
+
+
+def test_an_end_at_the_limit_is_an_end(engine: HfRollout) -> None:
+    free = Sampling(n=4, temperature=3.0, max_tokens=16)
+    whole = [sample for sample in draw(engine, prompts([5, 6]), free, seed=1) if sample.finish == "stop"]
+    longest = max(whole, key=lambda sample: len(sample.tokens))
+    for short, reason in ((0, "stop"), (1, "length")):
+        limit = len(longest.tokens) - short
+        samples = draw(engine, prompts([5, 6]), replace(free, max_tokens=limit), seed=1)
+        batch = engine.batch(prompts([5, 6]), samples, limit)
+        row = 4 * longest.group + longest.index
+        assert batch["response_mask"][row].all()
+        assert batch["finish_reason"][row] == reason
+        assert length_metrics(batch)[CLIP_RATIO] == sum(sample.tokens[-1] not in ENDS for sample in samples) / 8
 
 
 def test_a_repetition_penalty_sees_the_own_prompt_alone(engine: HfRollout) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,11 @@ def test_samples_are_the_same_rows_in_any_order_and_whether_compact_or_not() -> 
     assert {name: list(map(str, again[name])) for name in again.names} == {
         name: list(map(str, batch[name])) for name in batch.names
     }
+
+
+def test_each_row_has_its_finish_reason() -> None:
+    cut = replace(sample(1), finish="length")
+    assert list(to_batch(PROMPTS, [cut, sample(0)], 3, None, 0)["finish_reason"]) == ["stop", "length"]
 
 
 def test_tokens_of_prompts_and_responses_travel_once() -> None:

@@ -77,14 +77,15 @@ def test_extra_info_has_the_prompt_and_the_length_beside_the_datas_own() -> None
         extra_info=[{"index": 3}, None, {}, {"raw_prompt": "mine"}],
         raw_prompt=[prompt, None, None, None],
         response_mask=mask,
+        finish_reason=["stop", "length", "length", "stop"],
     )
     extras = [row["extra_info"] for row in Arguments(samples, None).rows(0, 4)]
     assert extras == [
-        {"index": 3, "raw_prompt": prompt, "response_length": 2},
-        {"response_length": 3},
-        {"response_length": 0},
-        {"raw_prompt": "mine", "response_length": 3},
-    ], "a token that is masked within a response is a part of it"
+        {"index": 3, "raw_prompt": prompt, "response_length": 2, "finish_reason": "stop"},
+        {"response_length": 3, "finish_reason": "length"},
+        {"response_length": 0, "finish_reason": "length"},
+        {"raw_prompt": "mine", "response_length": 2, "finish_reason": "stop"},
+    ], "a token that is masked within a response is not the model's"
 
 
 def test_each_call_may_change_what_it_is_given() -> None:
@@ -144,9 +145,11 @@ def test_a_column_that_is_missing(missing: str) -> None:
 
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6))
 def test_a_response_ends_with_its_last_token_that_is_not_masked(masks: list[list[bool]]) -> None:
-    samples = batch(len(masks), response_mask=torch.tensor(masks))
-    lengths = [row["extra_info"]["response_length"] for row in Arguments(samples, None).rows(0, len(masks))]
-    assert lengths == [max((i + 1 for i, kept in enumerate(mask) if kept), default=0) for mask in masks]
+    samples = batch(len(masks), response_mask=torch.tensor(masks), responses=torch.ones(len(masks), 5))
+    extras = [row["extra_info"] for row in Arguments(samples, None, with_ids=True).rows(0, len(masks))]
+    ends = [max((i + 1 for i, kept in enumerate(mask) if kept), default=0) for mask in masks]
+    assert [len(extra["response_ids"]) for extra in extras] == ends
+    assert [extra["response_length"] for extra in extras] == [sum(mask) for mask in masks]
 
 
 # --- which groups --------------------------------------------------------------------------------------------

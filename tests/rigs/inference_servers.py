@@ -165,7 +165,8 @@ class FakeServer:
                 headers = {"Retry-After": wait} if wait else {}
                 return web.json_response({"error": {"message": "not now"}}, status=int(status), headers=headers)
             tokens = tokens_of(self.held, sample.prompt, sample.seed, sample.most, self.size, self.ends)
-            text = json.dumps(self.reply(tokens, "abort" if what == "abort" else "", what == "short")).encode()
+            finish = "abort" if what == "abort" else self.finish(tokens, sample.most)
+            text = json.dumps(self.reply(tokens, finish, what == "short")).encode()
             if what == "half":
                 reply = web.StreamResponse(headers={"Content-Length": str(len(text))})
                 await reply.prepare(request)
@@ -185,8 +186,8 @@ class FakeServer:
         """Returns the reply with a sample."""
         raise NotImplementedError
 
-    def finish(self, tokens: list[int]) -> str:
-        """Returns why a sample ended."""
+    def finish(self, tokens: list[int], most: int) -> str:
+        """Returns why a sample of at most so many tokens ended."""
         return "stop" if tokens[-1] in self.ends else "length"
 
 
@@ -213,7 +214,7 @@ class FakeVllm(FakeServer):
             if len(prompt) + body["max_tokens"] > self.longest:
                 return 400, {"error": {"message": f"This model's maximum context length is {self.longest}"}}
             if "seed" not in body:  # the probe of the vocabulary
-                return self.reply([0], "", False)
+                return self.reply([0], "length", False)
             return _Sample(body, prompt, body["seed"], body["max_tokens"])
         self.calls.append(path)
         if path == "/version":
@@ -256,7 +257,7 @@ class FakeVllm(FakeServer):
         choice = {
             "token_ids": tokens,
             "logprobs": {"token_logprobs": log_probs},
-            "finish_reason": finish or self.finish(tokens),
+            "finish_reason": finish,
         }
         return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
 
@@ -283,11 +284,15 @@ class FakeSglang(FakeServer):
             return {"success": True, "message": "Succeeded to update model weights."}
         return None
 
+    def finish(self, tokens: list[int], most: int) -> str:
+        """See :meth:`FakeServer.finish`: SGLang looks at the length first."""
+        return "length" if len(tokens) == most else super().finish(tokens, most)
+
     def reply(self, tokens: list[int], finish: str, short: bool) -> dict[str, Any]:
         """See :meth:`FakeServer.reply`."""
         pairs = [[-0.5, token, None] for token in tokens][: len(tokens) - short]
         facts = {
-            "finish_reason": {"type": finish or self.finish(tokens)},
+            "finish_reason": {"type": finish},
             "completion_tokens": len(tokens),
             "cached_tokens": 3,
             "weight_version": self.label,

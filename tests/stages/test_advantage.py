@@ -92,6 +92,20 @@ def test_grpo_by_hand() -> None:
 
 
 @heavy
+def test_a_length_is_that_of_the_models_own_tokens_and_a_response_is_cut_off_if_its_engine_says_so() -> None:
+    responses, rewards = step([[1.0, 0.0]], [[5, 4]])
+    mask = responses["response_mask"].clone()
+    mask[1, 1:3] = 0  # a tool's answer between two turns
+    more = {"response_mask": mask, "finish_reason": ["stop", "length"]}
+    task = TaskInfo(step=1)
+    advantage(responses.merge(responses.like(**more)), rewards, algorithm=options(), task=task)
+    names = ("mean", "max", "min", "clip_ratio")
+    assert [task.metrics[f"response_length/{name}"] for name in names] == [3.5, 5, 2, 0.5]
+    assert [task.metrics[f"response_length_non_aborted/{name}"] for name in names] == [3.5, 5, 2, 0.5]
+    assert (task.metrics["perf/response_tokens"], task.metrics["perf/total_num_tokens"]) == (7, 9 + 2 * P)
+
+
+@heavy
 @pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "grpo_passk"])
 def test_without_the_standard_deviation(name: str) -> None:
     responses, rewards = step([[1.0, 0.5, 0.0, 0.0]], [[1, 1, 1, 1]])

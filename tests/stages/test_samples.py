@@ -90,7 +90,21 @@ def test_a_step_is_written_with_all_that_is_known_of_it(tmp_path: Path) -> None:
         "reward_tokens": 99,
         "extra_info": '{"index": 7}',
     }
-    assert rows[3]["truncated"] is True
+    assert rows[3]["truncated"] is True, "as long as can be, and nobody knows more"
+
+
+def test_the_engine_says_which_response_was_cut_off_and_tools_words_are_not_counted(tmp_path: Path) -> None:
+    responses, rewards, _ = batches([1])
+    told = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1]])  # a tool's answer between two turns; an end at the last place
+    more = {"finish_reason": ["length", "stop"], "response_mask": told, "attention_mask": torch.ones(2, 7)}
+    asyncio.run(
+        write_val_samples.fn(
+            responses.merge(responses.like(**more)), rewards, directory=str(tmp_path), task=TaskInfo(step=0)
+        )
+    )
+    rows = read(file_of(tmp_path, "val", 0))
+    found = [(row["tokens"], row["truncated"], row["finish_reason"]) for row in rows]
+    assert found == [(2, True, "length"), (4, False, "stop")]
 
 
 def test_an_evaluation_has_no_advantages(tmp_path: Path) -> None:

@@ -160,16 +160,19 @@ def cached_of(number: Any) -> int:
     return number
 
 
-def finish_of(reason: Any) -> Literal["stop", "length"]:
-    """Returns why a sample ended.
+def finish_of(reason: Any, tokens: Sequence[int], ends: Sequence[int]) -> Literal["stop", "length"]:
+    """Returns why a sample ended; by its last token, as SGLang says ``length`` of an end that is the last one allowed.
+
+    Args:
+        reason: what the server says.
+        tokens: of the sample.
+        ends: tokens that end a response.
 
     Raises:
         ServerError: the server did not finish it.
     """
-    if reason == "stop":
-        return "stop"
-    if reason == "length":
-        return "length"
+    if reason in ("stop", "length"):
+        return "stop" if reason == "stop" or tokens[-1] in ends else "length"
     raise ServerError(f"the server ended the sample with '{reason}'")
 
 

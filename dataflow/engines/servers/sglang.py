@@ -57,6 +57,7 @@ class SglangServer:
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], seed: int) -> DrawnSample:
         """See :meth:`ServerProtocol.sample`."""
+        stops = [*ends, *sampling.stop_token_ids]
         reply = await self.client.post(
             "/generate",
             {
@@ -69,7 +70,7 @@ class SglangServer:
                     "top_k": sampling.top_k if sampling.top_k > 0 else -1,
                     "min_p": sampling.min_p,
                     "repetition_penalty": sampling.repetition_penalty,
-                    "stop_token_ids": [*ends, *sampling.stop_token_ids],
+                    "stop_token_ids": stops,
                     "skip_special_tokens": False,
                     # Without --enable-deterministic-inference SGLang ignores it.
                     "sampling_seed": seed % 2**31,
@@ -79,9 +80,9 @@ class SglangServer:
         )
         try:
             facts = reply["meta_info"]
-            finish = finish_of(facts["finish_reason"]["type"])
             pairs = facts["output_token_logprobs"]
             tokens, log_probs = checked([pair[1] for pair in pairs], [pair[0] for pair in pairs], sampling)
+            finish = finish_of(facts["finish_reason"]["type"], tokens, stops)
             number, version = facts.get("completion_tokens"), facts.get("weight_version")
             cached = cached_of(facts.get("cached_tokens"))
         except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -109,6 +109,7 @@ class VllmServer:
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], seed: int) -> DrawnSample:
         """See :meth:`ServerProtocol.sample`."""
+        stops = [*ends, *sampling.stop_token_ids]
         reply = await self.client.post(
             "/v1/completions",
             {
@@ -123,7 +124,7 @@ class VllmServer:
                 "repetition_penalty": sampling.repetition_penalty,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
-                "stop_token_ids": [*ends, *sampling.stop_token_ids],
+                "stop_token_ids": stops,
                 "seed": seed,
                 "logprobs": 0,
                 "return_token_ids": True,
@@ -134,7 +135,7 @@ class VllmServer:
             (choice,) = reply["choices"]
             read = choice.get("prompt_token_ids")
             tokens, log_probs = checked(choice["token_ids"], choice["logprobs"]["token_logprobs"], sampling)
-            finish = finish_of(choice["finish_reason"])
+            finish = finish_of(choice["finish_reason"], tokens, stops)
             details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
             cached = cached_of(details.get("cached_tokens"))
         except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -141,7 +141,7 @@ class RemoteAgent:
         import ray
 
         self.steps.check(step, samples, extra_groups, more)
-        sent = needed(samples)
+        sent = needed(samples, self._facts.ids)
         self.steps.bind(self._receive_all)
         state, _requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
         # In turn over all chunks of the step, so that small chunks give each actor as many groups as another.

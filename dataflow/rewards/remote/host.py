@@ -36,17 +36,18 @@ if TYPE_CHECKING:
     from dataflow.reward_agent import RewardAgent
 
 _BUILD_S = 600.0
-_COLUMNS = ("extra_info", "raw_prompt", "response_mask")  # optional ones
+_COLUMNS = ("extra_info", "raw_prompt", "finish_reason", "response_mask")  # optional ones
 _GATHER_S = 0.05  # finished groups are collected for this long, since a message costs more than many groups
 
 
 class Facts(NamedTuple):
-    """What the other side needs of an agent: its limits and failure rules, and whether it has a ledger."""
+    """What the other side needs of an agent: limits, failure rules, whether it has a ledger and reads token ids."""
 
     limits: Limits
     rule: FailureRule
     max_failed_share: float
     ledger: bool
+    ids: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,8 @@ class RewardHost:
             importlib.import_module(module)
         spec, _stages = pickle.loads(blob)
         self._agent = agent = spec.build()
-        facts = Facts(agent.limits, agent.steps.rule, agent.steps.failures.most, agent.ledger is not None)
+        wants = agent.ledger is not None, agent.wants_response_ids
+        facts = Facts(agent.limits, agent.steps.rule, agent.steps.failures.most, *wants)
         agent.steps.failures = FailedShare(1.0)  # the share is of all actors' requests, which the other side counts
         if agent.steps.rule.kind == "replace_group":
             # The other side replaces groups, since it has all groups of the step.
@@ -276,8 +278,12 @@ def answers(refs: Sequence[Any]) -> list[Any]:
         raise cause(error) from None
 
 
-def needed(samples: Batch) -> Batch:
+def needed(samples: Batch, ids: bool = False) -> Batch:
     """Returns the columns that rewards are computed from, in their smallest types; the others are not sent.
+
+    Args:
+        samples: of a step.
+        ids: whether the reward reads token ids beside texts.
 
     Raises:
         DataflowError: one is missing.
@@ -286,7 +292,7 @@ def needed(samples: Batch) -> Batch:
 
     text = "response_text" if "response_text" in samples else "responses"
     columns = {name: samples[name] for name in ("data_source", "ground_truth", text)}
-    columns |= {name: samples[name] for name in _COLUMNS if name in samples}
+    columns |= {name: samples[name] for name in (*_COLUMNS, *["responses"] * ids) if name in samples}
     for name, small in (("responses", torch.int32), ("response_mask", torch.bool)):
         if isinstance(columns.get(name), torch.Tensor):
             columns[name] = columns[name].to(small)

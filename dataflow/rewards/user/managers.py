@@ -102,7 +102,8 @@ class Dapo(Manager):
 
     The penalty grows linearly from 0 to ``overlong_penalty_factor`` over the last ``overlong_buffer_len`` tokens of
     ``max_response_length``. The length is ``extra_info["response_length"]``, which the agent fills in if the samples
-    have a response mask. The score before the penalty becomes the column ``acc``.
+    have a response mask: the tokens that the model sampled, where verl counts those of tools' answers, too. The score
+    before the penalty becomes the column ``acc``.
 
     Args:
         reward: see :class:`Manager`.

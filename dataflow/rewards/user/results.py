@@ -14,7 +14,7 @@ MOST = float.fromhex("0x1.fffffep+127")
 """The largest score: scores become float32, in which a larger one is infinite."""
 
 RESERVED = frozenset({
-    "attention_mask", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses",
+    "attention_mask", "finish_reason", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses",
     "request_begin", "request_end", "request_failed_tries", "request_how", "request_tries",
 })  # fmt: skip
 """Columns of the rollout and of the request, which a reward must not return."""

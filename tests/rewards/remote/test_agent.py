@@ -607,7 +607,12 @@ def test_a_run_that_streams_has_its_rewards_from_two_actors(
 def test_token_ids_travel_small() -> None:
     ids = torch.tensor([[70, 71, 0], [72, 2**31 - 1, 5]])
     columns = {"responses": ids, "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-    sent = needed(Batch([0, 1], columns | {"data_source": ["d", "d"], "ground_truth": ["0", "1"]}))
+    columns |= {"data_source": ["d", "d"], "ground_truth": ["0", "1"], "finish_reason": ["stop", "length"]}
+    sent = needed(Batch([0, 1], columns))
+    assert list(sent["finish_reason"]) == ["stop", "length"]
+    written = Batch([0, 1], columns | {"response_text": ["x", "y"]})
+    assert "responses" not in needed(written)
+    assert "responses" in needed(written, ids=True)
     assert torch.equal(sent["responses"], ids)
     assert sent["responses"].dtype == torch.int32
     assert sent["response_mask"].tolist() == [[True, True, False], [True, True, True]]

@@ -14,6 +14,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sampling
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
+from dataflow.stages.rollout import CLIP_RATIO, length_metrics
 from dataflow.stages.sampling.conversation import Limits, conversation, conversations, val_conversation
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import ScriptedRollout, call
@@ -47,7 +48,7 @@ def test_max_turns(tiny_qwen: Path, tokenizer: Any) -> None:
     assert len(engine.asked) == 3
     assert len(seen) == 2, "nobody would read the third answer"
     assert parts(batch, tokenizer)[0].endswith(call("counts") + END)
-    assert (batch["turns"][0], batch["ended"][0]) == (3, "max_turns")
+    assert (batch["turns"][0], batch["ended"][0], batch["finish_reason"][0]) == (3, "max_turns", "stop")
 
 
 def test_no_token_beyond_the_budget(tiny_qwen: Path, tokenizer: Any) -> None:
@@ -63,7 +64,9 @@ def test_no_token_beyond_the_budget(tiny_qwen: Path, tokenizer: Any) -> None:
         # A turn without room for a token is not sampled, and a call whose answer would not be read is not made.
         assert len(engine.asked) == (2 if budget > first + frame else 1)
         assert batch["tool_calls"][0] == int(budget > first)
-        assert batch["ended"][0] == ("answer" if budget == first + frame + second else "budget")
+        whole_one = budget == first + frame + second  # which ends at exactly the limit
+        assert batch["ended"][0] == ("answer" if whole_one else "budget")
+        assert length_metrics(batch)[CLIP_RATIO] == (not whole_one)
         assert all(
             limit + len(engine.asked[key]) <= budget + len(engine.asked[0, 0, 0])
             for key, limit in engine.limits.items()
@@ -74,6 +77,7 @@ def test_a_turn_cut_by_its_own_limit_ends_the_conversation(tiny_qwen: Path, toke
     engine = ScriptedRollout(tokenizer, by_turn(CALLED))
     batch = converse(engine, toolbox(tiny_qwen), prompts_of(tokenizer), most=len(tokenizer.encode(CALLED)))
     assert (batch["turns"][0], batch["tool_calls"][0], batch["ended"][0]) == (1, 0, "length")
+    assert (batch["finish_reason"][0], length_metrics(batch)[CLIP_RATIO]) == ("length", 1)
 
 
 def test_the_oldest_weights_count(tiny_qwen: Path, tokenizer: Any) -> None:

@@ -15,6 +15,7 @@ from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
 from dataflow.rewards.jobs import Arguments
+from dataflow.rewards.user.build import build_manager
 from dataflow.stages.advantage import advantage
 from dataflow.stages.sampling.conversation import conversation
 from dataflow.tools import Toolbox
@@ -76,10 +77,22 @@ def test_rewards_see_the_whole_response_and_its_end(tiny_qwen: Path) -> None:
     batch = talked(tiny_qwen)
     rows = Arguments(batch, None, with_ids=True).rows(0, len(batch))
     there = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(dim=1)
-    assert [row["extra_info"]["response_length"] for row in rows] == there.tolist()
+    own = there - holes(batch).sum(dim=1)
+    assert [row["extra_info"]["response_length"] for row in rows] == own.tolist() != there.tolist()
+    assert {row["extra_info"]["finish_reason"] for row in rows} == {"stop"}
     assert rows[0]["extra_info"]["response_ids"] == batch["responses"][0, : there[0]].tolist()
     assert [row["extra_info"]["num_turns"] for row in rows] == [2, 1, 2, 1]
     assert "tool\n4\n" in rows[0]["solution_str"]
+
+
+def test_the_penalty_for_overlong_responses_is_for_the_models_own_tokens(tiny_qwen: Path) -> None:
+    batch = talked(tiny_qwen)
+    call = Arguments(batch, None).rows(0, 1)[0]
+    own, told = int(batch["response_mask"][0].sum()), int(holes(batch)[0].sum())
+    assert told > 0
+    for limit, score in ((own + 1, 1.0), (own, 0.0)):
+        penalised = build_manager("dapo", lambda **_: 1.0, overlong_buffer_len=1, max_response_length=limit)
+        assert penalised.compute_score(**call)["score"] == score
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
