@@ -80,6 +80,7 @@ def pipeline(config: Config) -> Pipeline:
             on=pools.training,
             value_model=critic,
             groups=groups,
+            max_skipped=config.trainer.max_skipped,
             mini_batches=config.critic.mini_batches,
             epochs=config.critic.epochs,
         ),

@@ -121,6 +121,9 @@ class TrainerConfig(TrainedConfig):
     """CPU threads per rank."""
     restarts: NonNegativeInt = 2
     """How often the run restarts from its last checkpoint after a trainer process died."""
+    max_skipped: PositiveInt = 10
+    """Updates that may be skipped in a row, of the actor or of a critic, before the run ends: those whose gradient is
+    not finite, and those without a sample to train on."""
 
 
 class ValConfig(Section):

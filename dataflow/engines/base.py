@@ -191,7 +191,8 @@ class Trained(Protocol):
 
         Returns:
             verl's metrics: ``actor/pg_loss``, ``actor/grad_norm``, ``actor/lr``, ...; ``actor/skipped_updates`` is 1
-            if no step was taken. Those of a critic begin with ``critic/``.
+            if no step was taken, as there are no rows or the gradient is not finite. Those of a critic begin with
+            ``critic/``.
         """
         ...
 

@@ -66,7 +66,7 @@ def parse_rule(text: str) -> FailureRule:
     except ValueError:
         score = math.nan
     if not abs(score) <= MOST:
-        raise ConfigError(f"reward.on_failure={text}: give a finite number, as in score:0.")
+        raise ConfigError(f"reward.on_failure={text}: give a finite number of at most {MOST:g}, as in score:0.")
     return FailureRule("score", score)
 
 

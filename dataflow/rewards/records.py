@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dataflow.batch import Batch
+from dataflow.rewards.filter import indistinct
 from dataflow.rewards.requests import Request, StepRequests
 
 ACCURACY = 0.01
@@ -84,6 +85,7 @@ def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
         columns,
         {
             "latency_s": [request.end - request.begin for request in requests],
+            "scores": [request.score for request in requests],  # as they were given, in float64
             "records": [record(request) for request in requests],
             "replaced": [record(request) for request in replaced],
         },
@@ -110,6 +112,11 @@ def record(request: Request) -> dict[str, Any]:
 def step_summary(state: StepRequests) -> dict[str, float]:
     """Returns the metrics of the collected part of a step, keyed by name without ``reward/``."""
     requests = state.ended
+    scores: dict[int, list[float]] = {}
+    for request in requests:
+        if request.kept:
+            scores.setdefault(request.group, []).append(request.score)
+    same = sum(len(indistinct(of_group)) for of_group in scores.values())
     called = [request for request in requests if request.how not in ("ledger", "shared", "cancelled")]
     hows = [request.how for request in requests]
     latency = latency_summary([request.end - request.begin for request in called])
@@ -123,5 +130,6 @@ def step_summary(state: StepRequests) -> dict[str, float]:
         **(
             {"filtered_groups": float(state.left_out), "equal_groups": float(state.equal)} if state.group_filter else {}
         ),
+        **({"indistinct": float(same)} if same else {}),
         **{f"latency_{name}": value for name, value in latency.items()},
     }

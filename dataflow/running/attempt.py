@@ -31,6 +31,13 @@ from dataflow.stages.checkpoint import FAILED
 from dataflow.system.supervisor import report
 from dataflow.timeline.spans import Trace
 
+_WARNED = {
+    "skipped_updates": "updates that changed nothing, as their gradient was not finite or no sample was left to train "
+    "on; trainer.max_skipped of them in a row end the run",
+    "indistinct": "scores that float32, in which advantages are computed, does not tell from another one of their "
+    "group or from 0, so that they count as equal; leave out what the scores have in common, or scale them",
+}
+"""Last parts of metrics whose first value but 0 is a warning, and what they count."""
 SHOWN_S = 0.5
 """Seconds between two frames of the picture on a terminal."""
 _LAST_S = 2.0
@@ -77,6 +84,7 @@ class Attempt:
         """Step that an interrupted run saves."""
         self._grace: asyncio.TimerHandle | None = None
         """Ends the saving after ``checkpoint.grace_s``."""
+        self._warned: set[str] = set()
         self._failed = 0
         """Checkpoints that failed, one after another."""
 
@@ -307,6 +315,10 @@ class Attempt:
         await Runner(graph, self._executor, inputs=inputs, trace=self._record.before, on_step=self._on_step).run()
 
     def _on_step(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if value and name not in self._warned and (what := _WARNED.get(name.rpartition("/")[2])):
+                self._warned.add(name)
+                logger.warning(f"step {step}: {name} is {value:g}: {what}.")
         ended = step > self._record.steps
         if ended and self._auto is not None:
             metrics = {**metrics, **self._auto.metrics(step)}

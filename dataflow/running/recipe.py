@@ -38,6 +38,7 @@ def actor_stage(config: Any, *, trainer: Hosted, on: str, **options: Any) -> Sta
         groups=config.data.prompts,
         epochs=config.trainer.epochs,
         epochs_over=config.trainer.epochs_over,
+        max_skipped=config.trainer.max_skipped,
         **options,
     )
 

@@ -31,8 +31,9 @@ MAY_CHANGE = (
     "resume", "reward.actors", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline",
     "reward.endpoints", "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned",
     "reward.max_backoff", "reward.max_failed_share", "reward.restarts", "reward.rpm", "reward.timeout", "reward.tpm",
-    "reward.tries", "samples", "steps", "tracking", "trainer.activation_offload", "trainer.optimizer_offload",
-    "trainer.param_offload", "trainer.restarts", "trainer.threads", "trainer.world_size", "val",
+    "reward.tries", "samples", "steps", "tracking", "trainer.activation_offload", "trainer.max_skipped",
+    "trainer.optimizer_offload", "trainer.param_offload", "trainer.restarts", "trainer.threads", "trainer.world_size",
+    "val",
 )  # fmt: skip
 """Keys and sections that change neither the samples nor what is trained on them."""
 MODEL_MAY_CHANGE = (

@@ -20,14 +20,23 @@ from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
+from dataflow.rewards.user.results import MOST
 from dataflow.stages.rollout import CLIP_RATIO, cut_off, token_metrics
+from dataflow.stages.scoring.finite import check_finite
 
 if TYPE_CHECKING:
     import torch
 
 
-_READ = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-"""Columns that verl's estimators take, each some of them."""
+_READ = {
+    "values": "the critic's value",
+    "reward_baselines": "the score of the greedy response",
+    "old_log_probs": "the log-prob",
+    "sum_pi_squared": "the sum of squared probabilities",
+    "rollout_is_weights": "the weight of the rollout correction",
+    "kl_penalty": "the KL penalty",
+}
+"""Columns that verl's estimators take, each some of them, and what they are."""
 
 
 def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
@@ -74,7 +83,8 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
 
     Raises:
         ConfigError: the estimator is unknown.
-        DataError: the rewards lack a column that the estimator reads.
+        DataError: the rewards lack a column that the estimator reads, or a number is not finite, or a score so large
+            that its advantages may not be; with the sample.
         DataflowError: responses and rewards have different groups.
     """
     return _advantage(responses, rewards, algorithm=algorithm, task=task)
@@ -193,7 +203,7 @@ def _needed(samples: Batch, algorithm: Any) -> Batch:
     """Returns the columns that estimator and metrics read; the others, most of a batch's bytes, stay packed."""
     import torch
 
-    names = ["response_mask", "score", "kl_penalty", *_READ]
+    names = ["response_mask", "score", *_READ]
     names += ["attention_mask"] if algorithm.gdpo_reward_keys else []
     room = samples.shape("response_mask")[1]
     whole, response = (torch.from_numpy(samples.nonzero("attention_mask", last)) for last in (None, room))
@@ -224,6 +234,11 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     last = torch.from_numpy(samples.last("sampled_mask"))
     scores[torch.arange(len(mask)), last] = data.batch["score"].float()
     rewards = scores - data.batch["kl_penalty"] if "kl_penalty" in data.batch else scores
+    check_finite(data.batch["score"], "the score", samples, task, most=MOST)
+    for column, what in _READ.items():
+        if column in data.batch:
+            values = data.batch[column]
+            check_finite(values, what, samples, task, counts=mask if values.ndim > 1 else None)
     equal = _of_equal_scores(samples, estimator)
     zeroed = bool(equal.any())
     config = AlgoConfig(
@@ -244,7 +259,11 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         "lam": algorithm.lam,
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         # Only for GDPO, which takes the score for want of other rewards.
-        **({"non_tensor_batch": _rewards(samples, algorithm), "batch": data.batch} if config.gdpo_reward_keys else {}),
+        **(
+            {"non_tensor_batch": _rewards(samples, algorithm, task), "batch": data.batch}
+            if config.gdpo_reward_keys
+            else {}
+        ),
         **{column: data.batch[column] for column in _READ if column in data.batch},
     }
     estimate = get_adv_estimator_fn(name)
@@ -264,6 +283,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     if not estimator.relative:
         advantages = advantages.masked_fill(equal[:, None], 0.0) if zeroed else advantages
         returns = advantages if name == "gpg" else returns
+    check_finite(advantages, "the advantage", samples, task, counts=mask)
     found = {"advantages": advantages.float()}
     found["returns"] = found["advantages"] if returns is advantages else returns.float()  # one in most estimators
     for column, values in {"token_level_scores": scores, "token_level_rewards": rewards, **found}.items():
@@ -277,12 +297,14 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     return found
 
 
-def _rewards(samples: Batch, algorithm: Any) -> dict[str, np.ndarray]:
+def _rewards(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, np.ndarray]:
     """Returns the numbers that GDPO normalises each on its own, by their keys.
 
     Raises:
-        DataError: the rewards lack one.
+        DataError: the rewards lack one, or it is not finite.
     """
+    import torch
+
     found = {}
     for key in algorithm.gdpo_reward_keys:
         values = np.asarray(samples[key]) if key in samples else None
@@ -296,5 +318,7 @@ def _rewards(samples: Batch, algorithm: Any) -> dict[str, np.ndarray]:
                 f"algorithm.gdpo_reward_keys: {missing} of {len(values)} samples have no '{key}'; let the reward "
                 "function return it for each, and reward.on_failure drop those that fail (score:X gives a score alone)."
             )
+        numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        check_finite(numbers, f"'{key}' (algorithm.gdpo_reward_keys)", samples, task, most=MOST)
         found[key] = values
     return found

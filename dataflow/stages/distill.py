@@ -11,6 +11,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Teacher
 from dataflow.graph import TaskInfo, stage
 from dataflow.stages.rollout import token_metrics
+from dataflow.stages.scoring.finite import check_finite
 
 
 @stage(writes="teacher_log_probs", on="teacher", role="collects")
@@ -49,11 +50,16 @@ def distill_advantage(responses: Batch, old_log_probs: Batch, teacher_log_probs:
 
     Returns:
         ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 after the end of each response.
+
+    Raises:
+        DataError: a log-prob is not finite; with the sample.
     """
     task.log(token_metrics(responses, task))
     data = responses.merge(old_log_probs, teacher_log_probs)
     mask = data["response_mask"]
     own = data["old_log_probs" if "old_log_probs" in data else "rollout_log_probs"]
+    for values, whose in ((data["teacher_log_probs"], "teacher"), (own, "student")):
+        check_finite(values, f"the {whose}'s log-prob", responses, task, counts=mask)
     gain = (data["teacher_log_probs"] - own) * mask
     tokens = mask.sum().clamp(min=1)
     task.log(

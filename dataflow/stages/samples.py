@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from loguru import logger
 
 from dataflow.batch import Batch
@@ -135,7 +136,7 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
         found["ground_truth"] = responses["ground_truth"]
     if "response_text" in responses:
         found["response"] = responses["response_text"]
-    found["score"] = rewards["score"].tolist()
+    found["score"] = _numbers(rewards["score"])
     if advantages is not None:
         found["advantage"] = _advantage(advantages, responses)
     if "response_mask" in responses:
@@ -151,10 +152,17 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
     numbers = {name: rewards[name] for name in rewards.tensors if rewards[name].ndim == 1}
     for name, values in {**numbers, **rewards.arrays}.items():
         if name not in (*_REQUEST, "score", "kept"):
-            found[name if name not in found else f"reward_{name}"] = values.tolist()
+            found[name if name not in found else f"reward_{name}"] = _numbers(values)
     for name, values in responses.arrays.items():
         if name not in _KNOWN and name not in found:
             found[name] = values.tolist()
+    return found
+
+
+def _numbers(values: Any) -> list[Any]:
+    """Returns a column as a list; numbers of float32 with the digits that tell them apart, as ``score=0.3`` asks."""
+    numbers = values.numpy() if hasattr(values, "numpy") else values
+    found: list[Any] = (numbers.astype(str).astype(float) if numbers.dtype == np.float32 else numbers).tolist()
     return found
 
 

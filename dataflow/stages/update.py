@@ -5,7 +5,8 @@ The value of the fields ``actor`` and ``critic`` is the record of the groups tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataflow.batch import Batch
@@ -23,6 +24,8 @@ class TrainedGroups:
     groups: frozenset[int] = frozenset()
     again: tuple[frozenset[int], ...] = ()
     """The groups that were trained on in the second epoch, the third and so on."""
+    skipped: int = 0
+    """Updates up to the last one that were skipped in a row."""
 
     def then(self, task: TaskInfo, batch: Batch, groups: int) -> TrainedGroups:
         """Returns the record after one more mini-batch of a step with ``groups`` groups.
@@ -44,7 +47,33 @@ class TrainedGroups:
             raise RunError(
                 f"{task.stage}[{task.step}]: {len(short[0])} of {groups} groups were trained; none may be lost."
             )
-        return TrainedGroups(task.step, passes[0], tuple(passes[1:]))
+        return TrainedGroups(task.step, passes[0], tuple(passes[1:]), self.skipped)
+
+    def after(self, metrics: Mapping[str, float], batch: Batch, task: TaskInfo, name: str, most: int) -> TrainedGroups:
+        """Logs the metrics of an update, with the number of the step's skipped ones; returns the record after it.
+
+        Args:
+            metrics: of the update.
+            batch: that it was made on.
+            task: which made it.
+            name: of the model.
+            most: updates that may be skipped in a row, but for the last.
+
+        Raises:
+            RunError: as many were.
+        """
+        missed = metrics.get(f"{name}/skipped_updates", 0.0)
+        # A step's metric is the mean over its updates; multiplied by their number, the sum.
+        task.log({**metrics, f"{name}/skipped_updates": task.parts * missed})
+        if (skipped := self.skipped + 1 if missed else 0) < most:
+            return replace(self, skipped=skipped)
+        why = "their gradients are not finite; lower the learning rate or the scores, or take other weights"
+        if "response_mask" in batch and not batch.nonzero("response_mask").any():
+            why = "no sample is left to train on; see reward/dropped_samples and rollout_corr/* in metrics.jsonl"
+        raise RunError(
+            f"{task.stage}[{task.step}]: the last {counted(skipped, 'update')} were all skipped "
+            f"(trainer.max_skipped={most}), so that the {name} learns nothing: {why}."
+        )
 
 
 # Checkpoints of earlier versions hold records under this name.
@@ -83,14 +112,6 @@ def whitened(batch: Batch) -> Batch:
     return batch.like(advantages=advantages)
 
 
-def _counted(found: dict[str, float], name: str, task: TaskInfo, *columns: Batch) -> dict[str, float]:
-    """Returns the metrics of an update, with the number of the step's skipped ones if samples may be dropped."""
-    if not any("response_mask" in more for more in columns):
-        return found
-    # A step's metric is the mean over its updates; multiplied by their number, the sum.
-    return {**found, f"{name}/skipped_updates": task.parts * found.get(f"{name}/skipped_updates", 0.0)}
-
-
 @stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
 def actor_update(
     responses: Batch,
@@ -104,6 +125,7 @@ def actor_update(
     groups: int,
     warmup: int = 0,
     whiten: bool = False,
+    max_skipped: int = 10,
     task: TaskInfo,
 ) -> TrainedGroups:
     """Takes one optimizer step on the mini-batch's whole groups; returns the step's record of trained groups.
@@ -119,24 +141,24 @@ def actor_update(
         groups: prompt groups in a step.
         warmup: steps at the beginning in which the weights stay, so that a critic learns first.
         whiten: whether to whiten the advantages over the mini-batch before.
-        task: takes the trainer's metrics, ``staleness/*`` and, if samples may be dropped, ``actor/skipped_updates``
-            of the step.
+        max_skipped: updates that may be skipped in a row before the run ends.
+        task: takes the trainer's metrics, ``staleness/*`` and ``actor/skipped_updates`` of the step.
 
     Raises:
-        RunError: a group is trained twice in a step or not at all, or its samples are too stale.
+        RunError: a group is trained twice in a step or not at all, its samples are too stale, or too many updates were
+            skipped.
     """
     more = [field for field in (ref_log_probs, correction) if field is not None]
-    columns = (old_log_probs, *more, advantages)
-    batch = responses.merge(*columns)
+    batch = responses.merge(old_log_probs, *more, advantages)
     if whiten:
         batch = batch.merge(whitened(batch))
     lag = staleness(task, batch)
     record: Any = actor
     trained = (record or TrainedGroups()).then(task, batch, groups)
     task.log({"staleness/mean": float(lag), "staleness/max": float(lag)})
-    if task.step > warmup:
-        task.log(_counted(trainer.update(batch, last=task.last), "actor", task, *columns))
-    return trained
+    if task.step <= warmup:
+        return trained
+    return trained.after(trainer.update(batch, last=task.last), batch, task, "actor", max_skipped)
 
 
 def update_stage(algorithm: Any) -> Stage:
@@ -157,6 +179,7 @@ def critic_update(
     *,
     value_model: Critic,
     groups: int,
+    max_skipped: int = 10,
     task: TaskInfo,
 ) -> TrainedGroups:
     """Takes one optimizer step of the critic on the mini-batch's whole groups; returns the step's record of groups.
@@ -168,13 +191,13 @@ def critic_update(
         critic: the record so far; None for the initial weights.
         value_model: holds the weights.
         groups: prompt groups in a step.
-        task: takes the critic's metrics, and ``critic/skipped_updates`` of the step if samples may be dropped.
+        max_skipped: updates that may be skipped in a row before the run ends.
+        task: takes the critic's metrics, and ``critic/skipped_updates`` of the step.
 
     Raises:
-        RunError: a group is trained twice in a step or not at all.
+        RunError: a group is trained twice in a step or not at all, or too many updates were skipped.
     """
     batch = responses.merge(values, advantages)
     record: Any = critic
     trained = (record or TrainedGroups()).then(task, batch, groups)
-    task.log(_counted(value_model.update(batch, last=task.last), "critic", task, advantages))
-    return trained
+    return trained.after(value_model.update(batch, last=task.last), batch, task, "critic", max_skipped)

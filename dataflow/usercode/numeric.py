@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import numbers
 import sys
@@ -49,6 +50,15 @@ def count_of(value: Any) -> int | None:
     except ValueError:
         return None
     return int(number) if 0 <= number < _EXACT and number.is_integer() else None
+
+
+def as_float32(number: float) -> float:
+    """Returns a number as float32 holds it, in which advantages are computed and scores are compared.
+
+    >>> as_float32(0.1 + 0.2) == as_float32(0.3), as_float32(1e-46)
+    (True, 0.0)
+    """
+    return ctypes.c_float(number).value
 
 
 def kind_of(value: Any) -> str:

@@ -51,7 +51,7 @@ def test_validation_has_no_extra_groups(text: str) -> None:
         ("FAIL", "is unknown"),
         ("fail:", "is unknown"),
         ("drop_group:1", "is unknown"),
-        ("score", "reward.on_failure=score: give a finite number, as in score:0."),
+        ("score", "reward.on_failure=score: give a finite number of at most 1e+15, as in score:0."),
         ("score:", "give a finite number"),
         ("score:zero", "give a finite number"),
         ("score:nan", "give a finite number"),

@@ -47,3 +47,23 @@ def test_stages_wait_for_a_correction_but_not_for_metrics_alone(
 def test_it_has_no_effect_without_weights_or_in_bypass_mode(keys: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="rollout_is_stale_only has an effect only with"):
         AlgorithmConfig(rollout_is_stale_only=True, **keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.heavy
+def test_k1_bounds_the_inverse_of_the_ratio_that_weighs_as_in_verl() -> None:
+    """The first token is twice as likely for the trainer, the second half as likely, the third just the same."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
+
+    ratio = torch.tensor([[2.0, 0.5, 1.0]])
+    mask = torch.ones(1, 3, dtype=torch.long)
+    responses = Batch([0], {"response_mask": mask, "rollout_log_probs": torch.zeros(1, 3)}, {"weights_version": 0})
+    keys = {"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_rs": "token_k1"}
+    algorithm = AlgorithmConfig(**keys, rollout_rs_threshold="0.4_1.5")
+    found = correct(responses, responses.like(old_log_probs=ratio.log()), algorithm, TaskInfo(step=1))
+    # A bound on the weights would reject the first one; that on rollout / trainer rejects the second.
+    kept, _metrics = compute_rollout_rejection_mask(
+        log_ratio=ratio.log(), response_mask=mask, rollout_rs="token_k1", rollout_rs_threshold="0.4_1.5"
+    )
+    assert found["response_mask"].tolist() == kept.tolist() == [[1, 0, 1]]
+    weights = found["rollout_is_weights"][found["response_mask"] == 1]
+    assert weights.tolist() == pytest.approx([2.0, 1.0])

@@ -16,6 +16,7 @@ from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.graph import Pipeline, TaskInfo
 from dataflow.policy import expand, preset
 from dataflow.samples.files import file_of, read
+from dataflow.samples.query import select
 from dataflow.stages.samples import kept, sample_stages, write_samples, write_val_samples
 
 pytest.importorskip("pyarrow")
@@ -120,6 +121,16 @@ def test_the_parts_of_a_score_are_columns_of_their_own(tmp_path: Path) -> None:
     rewards = rewards.merge(rewards.like(judge_score=torch.tensor([0.25, 0.75])))
     asyncio.run(write_val_samples.fn(responses, rewards, directory=str(tmp_path), task=TaskInfo(step=0)))
     assert [row["judge_score"] for row in read(file_of(tmp_path, "val", 0))] == [0.25, 0.75]
+
+
+def test_a_score_is_written_with_the_digits_that_it_was_given_with(tmp_path: Path) -> None:
+    responses, rewards, _ = batches([1, 2], n=1)
+    rewards = rewards.like(score=torch.tensor([0.3, 0.1 + 0.2]), half=torch.tensor([0.7, float("nan")]))
+    asyncio.run(write_val_samples.fn(responses, rewards, directory=str(tmp_path), task=TaskInfo(step=0)))
+    rows = read(file_of(tmp_path, "val", 0))
+    assert [row["score"] for row in rows] == [0.3, 0.3]
+    assert len(select(rows, "score=0.3", None)) == 2
+    assert rows[0]["half"] == 0.7
 
 
 @pytest.mark.parametrize(

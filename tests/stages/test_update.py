@@ -13,7 +13,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
 from dataflow.runner import _reduce
-from dataflow.stages.update import TrainedGroups, actor_update, staleness, update_stage
+from dataflow.stages.update import TrainedGroups, actor_update, critic_update, staleness, update_stage
 
 
 def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
@@ -100,7 +100,7 @@ class Trainer:
         self.calls.append((batch.ids, tuple(sorted(batch.names)), last))
         if "response_mask" in batch:
             self.masks.append(batch["response_mask"].tolist())
-            if not any(self.masks[-1]):
+            if not batch["response_mask"].any():
                 return {"actor/skipped_updates": 1.0}
         return {"actor/pg_loss": 0.5}
 
@@ -114,7 +114,8 @@ def test_an_update_trains_on_all_columns_and_logs():
         batch = samples(*groups, version=1)
         more = batch.like(old_log_probs=[0.0] * 4), batch.like(advantages=[0.0] * 4)
         actor = stage(batch, *more, actor, task=task, **stage.services)
-        assert task.metrics == {"actor/pg_loss": 0.5, "staleness/mean": 1.0, "staleness/max": 1.0}
+        counts = {"staleness/mean": 1.0, "staleness/max": 1.0, "actor/skipped_updates": 0.0}
+        assert task.metrics == {"actor/pg_loss": 0.5, **counts}
     assert actor == TrainedGroups(3, frozenset(range(4)))
     names = ("advantages", "old_log_probs", "score")
     assert trainer.calls == [((2, 0), names, False), ((1, 3), names, True)]
@@ -146,6 +147,45 @@ def test_dropped_samples_train_with_an_empty_mask_and_skipped_updates_add_up():
     assert [last for _, _, last in trainer.calls] == [False, False, True]
     assert actor.groups == frozenset(range(6))
     assert _reduce("actor/skipped_updates", told) == 2
+
+
+class Skips(Trainer):
+    """Skips the updates of a script, as verl does those whose gradient is not finite."""
+
+    def __init__(self, script: str) -> None:
+        super().__init__()
+        self.script = list(script)
+
+    def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
+        super().update(batch, last=last)
+        return {f"{name}/skipped_updates": 1.0 for name in ("actor", "critic")} if self.script.pop(0) == "x" else {}
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+def test_updates_that_are_skipped_in_a_row_end_the_run(name: str) -> None:
+    trainer = Skips("xx.xxx")
+    hosted = {"trainer": trainer} if name == "actor" else {"value_model": trainer}
+    stage = (actor_update if name == "actor" else critic_update).bind(**hosted, groups=2, max_skipped=3)
+    record, batch = None, samples(0, 1)
+    for step in (1, 2, 3, 4, 5):
+        task = TaskInfo(stage=stage.name, step=step, max_staleness=9)
+        record = stage(batch, batch, batch, record, task=task, **stage.services)
+    assert record == TrainedGroups(5, frozenset({0, 1}), skipped=2), "a checkpoint keeps the count"
+    task = TaskInfo(stage=stage.name, step=6, max_staleness=9)
+    message = (
+        rf"^{name}_update\[6\]: the last 3 updates were all skipped \(trainer.max_skipped=3\), so that the {name} "
+        "learns nothing: their gradients are not finite; lower"
+    )
+    with pytest.raises(RunError, match=message):
+        stage(batch, batch, batch, record, task=task, **stage.services)
+
+
+def test_updates_without_a_sample_are_skipped_ones_for_another_reason() -> None:
+    stage = actor_update.bind(trainer=Trainer(), groups=2, max_skipped=1)
+    batch = samples(0, 1)
+    none = batch.like(response_mask=torch.zeros(4, 1, dtype=torch.long))
+    with pytest.raises(RunError, match=r"the last 1 update were all skipped .*no sample is left to train on; see rew"):
+        stage(batch, batch, none, None, task=info(parts=1), **stage.services)
 
 
 def test_while_the_critic_learns_first_the_actor_stays_and_its_groups_still_count():

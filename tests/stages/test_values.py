@@ -53,7 +53,7 @@ def test_the_critic_trains_each_group_once() -> None:
     for part, groups in enumerate([(2, 0), (1, 3)]):
         task, batch = TaskInfo(4, "critic_update", part, 2), samples(*groups)
         critic = critic_update(batch, toy.values(batch), gains(batch), critic, value_model=toy, groups=4, task=task)
-        assert task.metrics == {"critic/vf_loss": 0.5}
+        assert task.metrics == {"critic/vf_loss": 0.5, "critic/skipped_updates": 0.0}
     assert critic == TrainedGroups(4, frozenset(range(4)))
     assert [(ids, last) for ids, _, last in toy.calls] == [((2, 0), False), ((1, 3), True)]
     batch = samples(1)

@@ -67,8 +67,8 @@ class VerlCritic(TrainedModel):
 
         Returns:
             verl's metrics, the same on every rank: ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
-            ``critic/grad_norm``, ``critic/lr``. If no step was taken, only this rate and ``critic/skipped_updates``,
-            which is 1.
+            ``critic/grad_norm``, ``critic/lr``. If no step was taken, as none has or the gradient is not finite,
+            only this rate and ``critic/skipped_updates``, which is 1.
         """
         trainable = self._trainable(batch)
         if trainable is None:

@@ -173,10 +173,13 @@ class TrainedModel:
 
     def _skip(self, last: bool) -> dict[str, float]:
         """Skips an optimizer step; called on all ranks or on none."""
-        metrics = {f"{self.name}/lr": self._lr(), f"{self.name}/skipped_updates": 1.0}
+        lr = self._lr()
         if last:
             self.worker.engine.lr_scheduler_step()
-        return metrics
+        return self._skipped(lr)
+
+    def _skipped(self, lr: float) -> dict[str, float]:
+        return {f"{self.name}/lr": lr, f"{self.name}/skipped_updates": 1.0}
 
     def _lr(self) -> float:
         return float(self.worker.engine.optimizer.param_groups[0]["lr"])
@@ -193,11 +196,12 @@ class TrainedModel:
             **options: of verl's engine.
 
         Returns:
-            verl's metrics, the same on every rank, the learning rate of this step, and the further ones.
+            verl's metrics, the same on every rank, the learning rate of this step, and the further ones. If the
+            gradient is not finite, for which verl takes no step, what :meth:`_skip` returns: the others are NaN.
         """
         from verl.utils import tensordict_utils as tu
 
-        metrics = {f"{self.name}/lr": self._lr()}
+        lr = self._lr()
         lengths = batch.nonzero("attention_mask")
         slots = self._slots(lengths)
         mine, spans = self._mine(batch, slots)
@@ -216,7 +220,8 @@ class TrainedModel:
             more = self._aside.submit(lambda: {**self._imbalance(lengths, slots), **beside()})
             found = tu.get(self.worker.train_batch(rows), "metrics")
         found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
-        return metrics | reduced(found, self.name) | more.result()
+        metrics = {f"{self.name}/lr": lr, **reduced(found, self.name), **more.result()}
+        return metrics if math.isfinite(metrics[f"{self.name}/grad_norm"]) else self._skipped(lr)
 
     def _infer(
         self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any

@@ -111,7 +111,7 @@ class VerlTrainer(TrainedModel):
 
         Returns:
             verl's metrics, the same on every rank; ``actor/lr`` is the learning rate of this step. If no step was
-            taken, only this rate and ``actor/skipped_updates``, which is 1.
+            taken, as none has or the gradient is not finite, only this rate and ``actor/skipped_updates``, which is 1.
         """
         from verl.trainer.ppo.core_algos import agg_loss
 
@@ -127,7 +127,8 @@ class VerlTrainer(TrainedModel):
         inputs = inputs_of(batch, *more, old_log_probs=old)
         if "entropy" not in batch:
             metrics = self._step(inputs, last, calculate_entropy=entropy)
-            return metrics | {"actor/entropy": metrics["actor/entropy_loss"]}
+            found = metrics.get("actor/entropy_loss")  # not of a step that was skipped
+            return metrics if found is None else metrics | {"actor/entropy": found}
 
         def logged() -> dict[str, float]:
             mean = agg_loss(

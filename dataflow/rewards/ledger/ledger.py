@@ -32,7 +32,7 @@ from loguru import logger
 from dataflow.errors import ConfigError, DataflowError, RunError, an
 from dataflow.rewards.ledger.file import KINDS, Found, LedgerFile, Row, read_answer
 from dataflow.rewards.ledger.key import Key, key_of
-from dataflow.rewards.user.results import read_number
+from dataflow.rewards.user.results import read_score
 
 __all__ = ["Answer", "Key", "Ledger", "key_of"]
 
@@ -50,7 +50,7 @@ class Answer:
     """The answer to a request.
 
     Attributes:
-        score: finite in float32.
+        score: as :func:`dataflow.rewards.user.results.read_score` returns it.
         extras: further columns. When read from the ledger, numpy scalars are Python numbers and tuples are lists.
         latency_s: duration of the request, in seconds.
         tries: number of tries, 1 or more.
@@ -132,11 +132,11 @@ class Ledger:
 
         Raises:
             RunError: an earlier write failed.
-            DataflowError: the score is not finite in float32, or the ledger is closed.
+            DataflowError: it is no score that a reward may return, or the ledger is closed.
         """
         self._check()
         try:
-            score = read_number(answer.score)
+            score = read_score(answer.score)
         except ValueError as error:
             where = f"sample {sample} of group {group} of step {step}"
             raise DataflowError(

@@ -227,8 +227,8 @@ class RewardHost:
         return Arrival(
             state.key,
             meta["records"],
-            columns.pop("score").tolist(),
-            {name: list(column) for name, column in columns.items() if name != "kept"},
+            meta["scores"],
+            {name: list(column) for name, column in columns.items() if name not in ("kept", "score")},
             columns["kept"].tolist() if "kept" in columns else None,
             meta["limits"],
             state.last_failure,

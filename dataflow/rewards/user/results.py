@@ -10,8 +10,8 @@ from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import attempt
 from dataflow.usercode.numeric import count_of, kind_of, real_number
 
-MOST = float.fromhex("0x1.fffffep+127")
-"""The largest score: scores become float32, in which a larger one is infinite."""
+MOST = 1e15
+"""The largest score: float32 holds its square times 10^8, the tokens over which advantages may be whitened."""
 
 RESERVED = frozenset({
     "attention_mask", "finish_reason", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses",
@@ -26,15 +26,25 @@ def read_number(value: Any) -> float:
     """Returns a number as float; an array or tensor of one element counts as that element.
 
     Raises:
-        ValueError: the value is not a number that is finite in float32; the message names what it is.
+        ValueError: the value is not a finite number; the message names what it is.
     """
-    if type(value) is float and -MOST <= value <= MOST:
-        return value  # a fast path for most values
     number = real_number(value)
     if not math.isfinite(number):
         raise ValueError(str(number))
+    return number
+
+
+def read_score(value: Any) -> float:
+    """Returns a score as float, as :func:`read_number` does.
+
+    Raises:
+        ValueError: the value is not a finite number, or is so large that its advantages may not be; with what it is.
+    """
+    if type(value) is float and -MOST <= value <= MOST:
+        return value  # a fast path for most values
+    number = read_number(value)
     if abs(number) > MOST:
-        raise ValueError(f"{number:g}, which float32 cannot hold")
+        raise ValueError(f"{number:g}, outside of ±{MOST:g}, where float32 may hold no finite advantages")
     return number
 
 
@@ -59,7 +69,7 @@ def read_scores(scores: Any, count: int) -> list[float]:
             raise ValueError(what)
         if len(scores) != count:
             raise ValueError(f"{len(scores)} scores for {count} samples")
-        return [read_number(score) for _, score in zip(range(count), scores, strict=True)]
+        return [read_score(score) for _, score in zip(range(count), scores, strict=True)]
     except ValueError:
         raise
     except Exception as error:
@@ -118,7 +128,7 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     (1.0, {'query': '2 + 2?', 'explanation': 'right'})
     """
     if type(result) is float:
-        return read_number(result), {}
+        return read_score(result), {}
     if isinstance(result, Mapping):
         if "score" not in result:
             raise ValueError(f"a dict without 'score' (keys: {', '.join(map(repr, result)) or 'none'})")
@@ -134,11 +144,11 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
         if len(result) != 3:
             raise ValueError(f"a tuple of {len(result)}")
         return _part(result[0], "a tuple whose score is"), own_copy({"query": result[1], "explanation": result[2]})
-    return read_number(result), {}
+    return read_score(result), {}
 
 
 def _part(value: Any, where: str) -> float:
     try:
-        return read_number(value)
+        return read_score(value)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from error

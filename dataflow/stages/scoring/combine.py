@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, nearest
 from dataflow.graph import Read, Stage, TaskInfo
+from dataflow.rewards.user.results import MOST
 from dataflow.stages.reward import rewards_of
+from dataflow.stages.scoring.finite import check_finite
 
 LENGTH = "length"
 """The weight of the penalty for length."""
@@ -84,20 +88,26 @@ def combine(
         length: longest response, in tokens; one that long has the whole penalty ``weights["length"]``, a shorter one a
             share of it.
         task: takes ``reward/SOURCE/mean`` of each source, ``reward/length/mean`` (the penalty) and
-            ``reward/combined/mean``; over the samples that were not dropped.
+            ``reward/combined/mean``, over the samples that were not dropped; and ``reward/combined/indistinct``, the
+            step's samples of groups in which a source's scores differ by less than float32 can add to the others.
 
     Returns:
         The columns of the first rewards; those of the others, with the source before their names; ``score``, and its
         parts ``SOURCE_score`` and ``length_penalty``, float32 ``[rows]``.
+
+    Raises:
+        DataError: a score is not finite, or so large that its advantages may not be.
     """
+    import torch
+
     first = rewards[0]
     penalty = responses["response_mask"].sum(dim=1).float() / length
-    score = -weights.get(LENGTH, 0.0) * penalty
+    parts = [-weights.get(LENGTH, 0.0) * penalty.double()]
     columns: dict[str, Any] = dict(first.columns)
     means = {LENGTH: penalty}
     for name, given in zip(sources, rewards, strict=True):
         means[name] = columns[f"{name}_score"] = given["score"]
-        score = score + weights[name] * given["score"]
+        parts.append(weights[name] * given["score"].double())
         if given is first:
             continue
         own = [
@@ -106,8 +116,32 @@ def combine(
         columns |= {f"{name}_{column}": given[column] for column in own}
         if "kept" in given:
             columns["kept"] = columns["kept"] & given["kept"] if "kept" in columns else given["kept"]
-    known = ~score.isnan()
+    # Rounded once, to what advantages are computed in: sums that are equal but for rounding become equal scores.
+    score = torch.stack(parts).sum(dim=0).float()
+    known = columns["kept"] if "kept" in columns else torch.ones(len(score), dtype=torch.bool)
+    check_finite(score, "the combined score", first, task, counts=known, most=MOST)
+    lost = _lost(torch.stack(parts)[:, known].numpy(), score[known].numpy(), first.groups[known.numpy()])
+    # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
+    task.log({"reward/combined/indistinct": float(lost * task.parts)})
     if known.any():
         means["combined"] = score
         task.log({f"reward/{name}/mean": float(values[known].mean()) for name, values in means.items()})
     return Batch(first.groups, {**columns, "length_penalty": penalty, "score": score}, first.meta)
+
+
+def _lost(parts: np.ndarray, score: np.ndarray, groups: np.ndarray) -> int:
+    """Returns the number of samples of groups in which a part of the score differs by less than float32 adds to it.
+
+    Args:
+        parts: of the scores, ``[parts, rows]``.
+        score: their sums, float32 ``[rows]``.
+        groups: of the rows.
+    """
+    _, group, size = np.unique(groups, return_inverse=True, return_counts=True)
+    highest, lowest = np.full((len(size), len(parts)), -np.inf), np.full((len(size), len(parts)), np.inf)
+    largest = np.zeros(len(size), np.float32)
+    np.maximum.at(highest, group, parts.T)
+    np.minimum.at(lowest, group, parts.T)
+    np.maximum.at(largest, group, abs(score))
+    spread, least = highest - lowest, np.nextafter(largest, np.float32(np.inf)) - largest
+    return int(size[((spread > 0) & (spread < least[:, None])).any(axis=1)].sum())

@@ -559,6 +559,21 @@ def test_a_mini_batch_of_dropped_rows_takes_no_step(make: Make, tiny_qwen: Path)
     assert trainer.digest() != weights
 
 
+@pytest.mark.parametrize("value", [math.nan, 1e38])
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_says_so(
+    make: Make, tiny_qwen: Path, value: float
+) -> None:
+    trainer = make(tiny_qwen, lr=4e-4)
+    batch = responses(8, group=4)
+    data = training_batch(trainer.old_log_probs(batch)["old_log_probs"], batch)
+    weights = trainer.digest()
+    bad = data.merge(data.like(advantages=data["advantages"] * 0 + value))
+    assert trainer.update(bad, last=False) == {"actor/lr": pytest.approx(4e-4), "actor/skipped_updates": 1.0}
+    assert trainer.digest() == weights
+    assert "actor/skipped_updates" not in trainer.update(data, last=True)
+    assert trainer.digest() != weights
+
+
 # Two ranks: each is a process that runs a scenario, the same that this process runs alone.
 
 

@@ -17,7 +17,7 @@ from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.remote.agent import RemoteAgent
 from tests.rewards.groups import group_rig
-from tests.rewards.groups.group_rig import BROKEN, Reward, samples
+from tests.rewards.groups.group_rig import BROKEN, NONE, Reward, samples
 from tests.rewards.remote.actor_rig import RemoteAgents
 from tests.rigs.virtual_time import run_virtual
 
@@ -117,15 +117,39 @@ def test_another_column_than_the_score(agent_of: Make) -> None:
     run_virtual(body)
 
 
+def test_values_are_compared_in_float32_as_advantages_are(agent_of: Make) -> None:
+    async def body() -> None:
+        plan = {
+            "_0_0": 0.1 + 0.2, "_0_1": 0.3, "_1_0": 1e8, "_1_1": 1e8 + 1, "_2_0": 1e-46, "_2_1": 0.0,
+            "_3_0": {"score": 3.0, "acc": 0.1 + 0.2}, "_3_1": {"score": 3.5, "acc": 0.3},
+        }  # fmt: skip
+        agent = agent_of(Reward(**plan))
+        agent.submit(1, samples(5), extra_groups=3, group_filter=GroupFilter(3))
+        rewards = await agent.collect(1)
+        assert rewards.ids == (3, 4)
+        assert rewards.meta["step"]["filtered_groups"] == 3
+        assert rewards.meta["step"]["indistinct"] == 6, "three groups whose scores differ in float64"
+        agent.submit(2, samples(1, first=4))
+        assert "indistinct" not in (await agent.collect(2)).meta["step"]
+        await agent.close()
+        other = agent_of(Reward(**{**plan, "_4_0": {"score": 1.0, "acc": 1.0}, "_4_1": {"score": 1.0, "acc": 0.0}}))
+        other.submit(1, samples(2, first=3), extra_groups=1, group_filter=GroupFilter(1, "acc"))
+        assert (await other.collect(1)).ids == (4,)
+        await other.close()
+
+    run_virtual(body)
+
+
 @pytest.mark.parametrize(
-    ("value", "why"), [([1, 0], "a list"), (None, "None"), (np.array([1, 0]), r"a ndarray of shape \(2,\)")]
+    ("value", "why"),
+    [([1, 0], "a list"), (None, "None"), (np.array([1, 0]), r"a ndarray of shape \(2,\)"), (NONE, "nan")],
 )
 def test_a_column_that_cannot_be_compared_is_named(value: Any, why: str) -> None:
     async def body() -> None:
         agent = group_rig.agent_of(Reward(**{f"_0_{sample}": {"score": 1.0, "acc": value} for sample in range(2)}))
         agent.submit(1, samples(2), extra_groups=1, group_filter=GroupFilter(1, "acc"))
         message = (
-            rf"sample . of group 0 of step 1: its column 'acc' \(.*metric\) is {why}; let the reward return a number"
+            rf"sample . of group 0 of step 1: its column 'acc' \(.*metric\) is {why}; let the reward return a finite"
         )
         with pytest.raises(RewardFailed, match=message):
             await agent.collect(1)

@@ -338,6 +338,14 @@ def test_what_does_not(value: Any, message: str) -> None:
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("score", [float(torch.finfo(torch.float32).min), 1e20, -1.1e15, np.float32(-3e38)])
+def test_a_score_whose_advantages_cannot_be_finite_is_refused(score: Any) -> None:
+    for result in (score, {"score": score}, (score, "", "")):
+        with pytest.raises(ValueError, match=r"[0-9.e+-]+, outside of ±1e\+15, where float32 may hold no finite adv"):
+            read_result(result)
+    assert read_number(score) == score
+
+
 def test_results() -> None:
     assert read_result({"score": torch.tensor(1.0), "tokens": 7, "acc": True}) == (1.0, {"tokens": 7, "acc": True})
     assert read_result((np.float32(0.5), "q", "e")) == (0.5, {"query": "q", "explanation": "e"})

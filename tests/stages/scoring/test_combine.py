@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, DataError
 from dataflow.graph import Read, TaskInfo
 from dataflow.stages.scoring.combine import combine, combine_stage
 
@@ -37,7 +37,33 @@ def test_a_score_is_the_weighted_sum_of_its_parts() -> None:
     assert found["length_penalty"].tolist() == [0.5, 1.0]
     assert found["request_tries"].tolist() == [1, 2]
     means = {"reward/rule/mean": 0.5, "reward/judge/mean": 0.8, "reward/length/mean": 0.75}
-    assert task.metrics == pytest.approx({**means, "reward/combined/mean": (2.25 + 0.4) / 2})
+    assert task.metrics == pytest.approx(
+        {**means, "reward/combined/mean": (2.25 + 0.4) / 2, "reward/combined/indistinct": 0}
+    )
+
+
+def test_sums_that_are_equal_but_for_rounding_become_equal_scores() -> None:
+    batch, task = responses(["a", "b"] * 2, [1] * 4), TaskInfo(step=1)
+    given = [rewards(batch, [0.1, 0.0] * 2), rewards(batch, [0.2, 0.3] * 2)]
+    found = combine(batch, *given, sources=BOTH, weights=dict.fromkeys(BOTH, 1.0), length=4, task=task)
+    assert len(set(found["score"].tolist())) == 1
+    assert task.metrics["reward/combined/indistinct"] == 0
+
+
+def test_a_source_that_is_too_small_beside_the_others_is_counted() -> None:
+    batch, task = responses(["a", "b"] * 3, [1] * 6), TaskInfo(step=1, parts=2)
+    given = [rewards(batch, [1e8, 1e8, 1.0, 1.0, 1e8, 1e8]), rewards(batch, [0.0, 1.0, 0.0, 1.0, 2.0, 2.0])]
+    found = combine(batch, *given, sources=BOTH, weights=dict.fromkeys(BOTH, 1.0), length=4, task=task)
+    assert found["score"].tolist() == [1e8, 1e8, 1.0, 2.0, 1e8, 1e8]
+    assert task.metrics["reward/combined/indistinct"] == 2 * 2, "two samples; the mean over two parts is their number"
+
+
+@pytest.mark.parametrize(("score", "weight", "value"), [(1.0, 1e16, "1e\\+16"), (NAN, 1.0, "nan"), (1.0, 1e300, "inf")])
+def test_a_combined_score_that_is_not_finite_is_refused(score: float, weight: float, value: str) -> None:
+    batch = responses(["a", "b"], [1, 1])
+    task, given = TaskInfo(step=3, stage="combine"), (rewards(batch, [0.0, score]), rewards(batch, [0.0, 0.0]))
+    with pytest.raises(DataError, match=rf"^combine\[3\]: the combined score of sample 1 of group 0 is {value}"):
+        combine(batch, *given, sources=BOTH, weights={"judge": weight, "rule": 1.0}, length=4, task=task)
 
 
 def test_columns_of_the_others_have_the_name_of_their_source() -> None:
