@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import hashlib
 import os
 import shutil
 import stat
@@ -44,6 +45,12 @@ def cache_home() -> Path:
     """Returns the directory of what is worth keeping between runs: `$XDG_CACHE_HOME/dataflow` or
     `~/.cache/dataflow`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "dataflow"
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal; it is read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def no_file(path: str | os.PathLike[str]) -> str | None:

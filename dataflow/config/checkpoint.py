@@ -41,4 +41,5 @@ class ResumeConfig(Section):
     """auto resumes runs/NAME if it exists, from its last whole checkpoint, or without one from the beginning with its
     ledger; never refuses to."""
     allow: Keys = Field(default=[])
-    """Keys that may differ from those of the run although they change what it trains on, such as policy."""
+    """Keys that may differ from those of the run although they change what it trains on, such as policy; data for other
+    rows in the same files, or another tokenizer in the same directory."""

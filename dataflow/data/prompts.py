@@ -7,6 +7,7 @@ the order is verl's.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from dataflow.data.rows import IMAGES, first_line, load_rows, verl_rows
 from dataflow.data.shown import Shown
 from dataflow.data.tokenize import DESCRIBED, truncate
 from dataflow.errors import ConfigError, DataError, ModelError, counted
+from dataflow.files import sha256_of
 from dataflow.models.directory import Room, chat_template, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
 from dataflow.usercode.copies import own_copy
@@ -179,6 +181,22 @@ class PromptSource:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(map(len, self._ids), default=0)
+
+    def digests(self, limit: int | None = None) -> tuple[str, str]:
+        """Returns the SHA-256 of the first ``limit`` rows that were kept, images included, and of their token ids.
+
+        It takes some seconds a gigabyte, a small part of what reading and tokenizing them takes.
+        """
+        content, tokens = hashlib.sha256(), hashlib.sha256()
+        for row, ids in zip(self.rows[:limit], self._ids[:limit], strict=True):
+            images = row.get(IMAGES) or ()
+            # A text has one representation, unlike a pickle of it. Half a surrogate pair has no UTF-8.
+            text = repr({name: value for name, value in row.items() if name != IMAGES})
+            content.update(text.encode(errors="backslashreplace"))
+            for image in images:
+                content.update(image.get("bytes") or sha256_of(image["path"]).encode())
+            tokens.update(len(ids).to_bytes(4) + ids.tobytes())
+        return content.hexdigest(), tokens.hexdigest()
 
     def check_pass(self, most: int, response: int) -> None:
         """Checks that each prompt fits into one pass of the trainer, with a response of up to ``response`` tokens.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dataflow.errors import ModelError
+from dataflow.files import sha256_of
 from dataflow.models.tokenizer import load_tokenizer, with_options
 
 DESCRIBED = "tools_described"
 """Set in the meta of a batch of prompts whose token ids already describe the tools."""
 
 
+_TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+"""Ends of the names of a model's files beside its weights, of which trainers check the content themselves."""
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 """Normalizers of tokenizers in Rust that are forms of Unicode, in which ASCII stays as it is."""
 
@@ -31,6 +36,15 @@ def load_chat_tokenizer(path: str, options: Mapping[str, Any] | None = None) -> 
     if not tokenizer.chat_template:
         raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
     return with_options(tokenizer, options)
+
+
+def tokenizer_sha256(model: str) -> str:
+    """Returns the SHA-256 of all files of a model's directory that say how it reads and writes texts and images."""
+    found = hashlib.sha256()
+    for file in sorted(Path(model).iterdir()):
+        if file.suffix in _TEXTS and not file.name.endswith(".index.json") and file.is_file():
+            found.update(f"{file.name} {sha256_of(file)}\n".encode())
+    return found.hexdigest()
 
 
 def check_same_tokens(actor: str, other: str, key: str) -> None:

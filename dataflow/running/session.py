@@ -145,7 +145,7 @@ class Session:
         config = self.config
         config.name, config.runs = self.directory.name, str(self.directory.parent)
         with written("configuration", self.directory / saved.CONFIG):
-            text = saved.dump(config, self.module.__file__ or "")
+            text = saved.dump(config, self.module.__file__ or "", self._prepared.data)
             with replaced(self.directory / saved.CONFIG) as temporary:  # a run without it cannot be resumed
                 temporary.write_text(text, encoding="utf-8")
         with stopping.deferred():  # from its end on closing is not interrupted

@@ -19,7 +19,7 @@ from dataflow.data.prompts import (
     read_problems,
 )
 from dataflow.data.rows import load_rows, verl_rows
-from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids, truncate
+from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids, tokenizer_sha256, truncate
 from dataflow.errors import ConfigError, DataError, ModelError
 from dataflow.models.directory import Room
 from dataflow.models.problems import generate
@@ -53,6 +53,40 @@ def options(**changes):
         "apply_chat_template_kwargs": {},
     }
     return SimpleNamespace(**plain | changes)
+
+
+def test_what_decides_a_batch_has_a_hash_and_what_does_not_has_none(tokenizer, tmp_path):
+    rows = verl_rows(generate(20, 0, 0)[0], "problems")
+
+    def digests(rows, limit=None, tokenizer=tokenizer, **changes):
+        return PromptSource(rows, tokenizer, options(**changes), 0, 4).digests(limit)
+
+    whole = digests(rows)
+    assert digests(copy.deepcopy(rows), seed=7) == whole
+    assert digests(rows[::-1])[0] != whole[0], "the order counts"
+    assert digests(rows[:19]) != whole
+    assert digests(rows[:19] + rows[:1], 19) == digests(rows, 19), "as many as are evaluated"
+    truth = copy.deepcopy(rows)
+    truth[3]["reward_model"]["ground_truth"] = "other"
+    content, tokens = digests(truth)
+    assert (content != whole[0], tokens == whole[1]) == (True, True)
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = other.chat_template.replace("user", "User") + " "
+    content, tokens = digests(rows, tokenizer=other)
+    assert (content == whole[0], tokens != whole[1]) == (True, True)
+    short = min(len(prompt_ids(tokenizer, row["prompt"])) for row in rows)
+    filtered = digests(rows, max_prompt_length=short + 2, filter_overlong_prompts=True)
+    assert filtered[0] != whole[0], "rows that are left out are none"
+
+
+def test_the_tokenizers_files_have_a_hash(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before = tokenizer_sha256(str(tmp_path))
+    (tmp_path / "README.md").write_text("read me")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert tokenizer_sha256(str(tmp_path)) == before
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert tokenizer_sha256(str(tmp_path)) != before
 
 
 def source(tokenizer, count=20, prompts=4, seed=0, **changes):

@@ -179,6 +179,32 @@ def test_auto_begins_then_resumes_then_begins_again_with_its_ledger(keys: tuple[
     assert summary(directory)["steps"] == STEPS
 
 
+def test_other_data_is_refused_or_allowed_once(
+    keys: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, run = tmp_path / "d.jsonl", tmp_path / "runs" / "x"
+    rows = [json.dumps({"question": f"What is {n} + 2?", "answer": f"#### {n + 2}"}) for n in range(16)]
+    data.write_text("\n".join(rows))
+    begin(keys, "x", f"data.train={data}", "val.every=0", "checkpoint.export=false", steps=2)
+
+    def resume(*more: str) -> tuple[int, str]:
+        capfd.readouterr()
+        return main(["resume", str(run), "--quiet", *more]), capfd.readouterr().err
+
+    data.write_text("\n".join(reversed(rows)))
+    for more in ((), ("resume.allow=[data.val]",)):
+        code, said = resume("steps=4", *more)
+        assert code == 2
+        assert f"data.train={data}: its rows are not those that the run '{run}' was begun with" in said
+        assert "allow it with resume.allow=[data]" in said
+    assert summary(run)["steps"] == 2, "nothing was started"
+    assert resume("steps=4", "resume.allow=[data]")[0] == 0
+    data.write_text("\n".join(rows))
+    assert resume("steps=6")[0] == 2, "what was allowed once is not allowed for ever"
+    data.write_text("\n\n".join(row.replace(": ", ":  ") for row in reversed(rows)))
+    assert resume("steps=5")[0] == 0, "the same rows, written in another way"
+
+
 def test_wrong_input_is_one_sentence(keys: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "runs" / "a"
     begin(tuple(k for k in keys if k != "checkpoint.every=2"), "a", "checkpoint.every=0", steps=2)

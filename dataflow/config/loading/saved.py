@@ -1,13 +1,13 @@
 """The configuration of a run, and its ``config.yaml``, from which the run can be repeated and resumed.
 
-Besides all keys the file has a section ``origin``: the pipeline file with its hash, the git revision, the versions of
-the packages that the run uses, and the ``format`` of the file. A file written by hand, a recipe, needs only
-``origin.pipeline``, a path from its own directory, and the keys that differ from the pipeline's defaults.
+Besides all keys the file has a section ``origin``: the pipeline file with its hash, hashes of the data, the git
+revision, the versions of the packages that the run uses, and the ``format`` of the file. A file written by hand, a
+recipe, needs only ``origin.pipeline``, a path from its own directory, and the keys that differ from the pipeline's
+defaults.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -24,7 +24,7 @@ from dataflow.config.keys import yaml_values
 from dataflow.config.keys.overrides import expanded, parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
-from dataflow.files import decoded, nearest_path
+from dataflow.files import decoded, nearest_path, sha256_of
 from dataflow.system.secrets.redaction import MASK
 
 CONFIG = "config.yaml"
@@ -35,14 +35,16 @@ PACKAGES = ("dataflow-rl", "ray", "torch", "transformers", "verl", "vllm", "vllm
 _GIT_S = 5.0
 
 
-def dump(config: BaseConfig, pipeline: str | Path) -> str:
+def dump(config: BaseConfig, pipeline: str | Path, data: Mapping[str, str] | None = None) -> str:
     """Returns a configuration as YAML, secrets masked, with the section ``origin``.
 
     Args:
         config: resolved.
         pipeline: the pipeline file; "" for one made in Python.
+        data: hashes of the data; none for a run without any.
     """
-    return dump_yaml(config) + yaml_values.dump({ORIGIN: origin_of(pipeline)})
+    more = {"data": dict(data)} if data else {}
+    return dump_yaml(config) + yaml_values.dump({ORIGIN: {**origin_of(pipeline), **more}})
 
 
 def origin_of(pipeline: str | Path) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def origin_of(pipeline: str | Path) -> dict[str, Any]:
     if not str(pipeline):
         return {"format": FORMAT, "versions": versions}
     file = Path(pipeline).resolve()
-    return {"pipeline": str(file), "sha256": _sha256(file), **_git(file), "format": FORMAT, "versions": versions}
+    return {"pipeline": str(file), "sha256": sha256_of(file), **_git(file), "format": FORMAT, "versions": versions}
 
 
 class Saved:
@@ -98,7 +100,7 @@ class Saved:
             raise ConfigError(
                 f"{self.path}: its pipeline file {file} is gone; put it back, or correct {ORIGIN}.pipeline."
             )
-        self.changed = origin.get("sha256", digest := _sha256(file)) != digest
+        self.changed = origin.get("sha256", digest := sha256_of(file)) != digest
         return load_pipeline_file(file)
 
     def _check_same(self, origin: Any, given: Path | None) -> None:
@@ -106,7 +108,7 @@ class Saved:
         recorded = origin.get("pipeline") if isinstance(origin, dict) else None
         if given is None and recorded is None:
             return  # made in Python, which cannot be compared
-        self.changed = given is not None and origin is not None and origin.get("sha256") != _sha256(given)
+        self.changed = given is not None and origin is not None and origin.get("sha256") != sha256_of(given)
         if given is None or recorded is None or (self.changed and given.resolve() != Path(recorded).resolve()):
             raise ConfigError(
                 f"{self.path} is of a run of {recorded or 'a pipeline made in Python'}, not of "
@@ -130,6 +132,8 @@ class Saved:
             if not any(f"{key}.".startswith(f"{one}.") for one in given):
                 raise ConfigError(f"{self.path} does not hold the secret in '{key}'; give it again: {key}=...")
         values = dict(self._values)
+        if isinstance(resume := values.get("resume"), Mapping):  # what was allowed once is not allowed for ever
+            values["resume"] = {key: value for key, value in resume.items() if key != "allow"}
         if given.intersection({"policy", "policy.preset"}):
             # The numbers are those of the preset before.
             policy, numbers = values.get("policy"), ("split", "max_staleness", "stream_rollout")
@@ -215,10 +219,6 @@ def _masked(values: Any, key: str = "") -> Iterator[str]:
             yield key
     elif isinstance(values, str) and MASK in values:
         yield key
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _git(file: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
+from dataflow.config.loading.saved import CONFIG, ORIGIN, read_values
 from dataflow.config.reward import JudgeConfig, model_of, rule_of, source_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, NotChecked, UserError, counted
@@ -21,7 +22,7 @@ from dataflow.rewards.user.build import scores_alone
 from dataflow.running.auto import load_schedule
 from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check, Checks
-from dataflow.running.preparing.prompts import Prompts, settle_trained
+from dataflow.running.preparing.prompts import Prompts, check_same, settle_trained
 from dataflow.running.preparing.remarks import remarks
 from dataflow.running.reporting.dashboards import check_backends
 from dataflow.running.reporting.progress import Progress
@@ -49,10 +50,12 @@ class Preparation:
     Attributes:
         graph: the run's tasks, once the checks have made it.
         inputs: the pipeline's input fields, a function of the step each, likewise.
+        data: hashes of what decides the samples of each step (:meth:`Prompts.digests`), likewise.
     """
 
     graph: TaskGraph
     inputs: Mapping[str, Callable[[int], Any]]
+    data: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -168,6 +171,8 @@ class Preparation:
             own: dict[str, Callable[[int], Any]] = {}
             yield Check("inputs", lambda: own.update(self._own_inputs(prompts)))
             yield from prompts.made()
+            if prompts.tokenized:
+                yield Check("data", partial(self._check_data, prompts))
             if prompts.tokenized and built:
                 self._take({**prompts.fields(), **own})
         if any(model.given_urls for model in config.reward.models.values()):
@@ -179,6 +184,15 @@ class Preparation:
             yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
         # The last, so that wrong input gives one sentence.
         yield Check("settings", lambda: remarks(config, prompts.problems, self.right))
+
+    def _check_data(self, prompts: Prompts) -> None:
+        """Keeps hashes of the data, and checks that those of a resumed run are the same."""
+        assert isinstance(self.config, RunConfig)
+        self.data = prompts.digests()
+        if self.directory is not None:
+            recorded = read_values(self.directory / CONFIG)[ORIGIN].get("data", {})
+            check_same(recorded, self.data, self.config, self.directory)
+            self.data = {**recorded, **self.data}
 
     def _check_trained(self, name: str) -> None:
         assert isinstance(self.config, RunConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +143,42 @@ class Prompts:
         config = self._config
         val = held_out.all(config.data.val_size) if config.val.every else None
         return {"prompts": Ahead(train.batch), "val_prompts": lambda step: val}
+
+    def digests(self) -> dict[str, str]:
+        """Returns hashes of what decides which samples a step or an evaluation has, by the key that gives it."""
+        from dataflow.data.tokenize import tokenizer_sha256
+
+        assert self._sources is not None
+        train, held_out = self._sources
+        config, found = self._config, {"model.path": tokenizer_sha256(str(self._config.model.path))}
+        found["data.train"], found["data.train token ids"] = train.digests()
+        if config.val.every:
+            found["data.val"], found["data.val token ids"] = held_out.digests(config.data.val_size)
+        return found
+
+
+def check_same(recorded: Mapping[str, str], found: Mapping[str, str], config: RunConfig, directory: Path) -> None:
+    """Checks that a run is resumed with the data that it was begun with.
+
+    Args:
+        recorded: what :meth:`Prompts.digests` returned then.
+        found: what it returns now.
+        config: of the resumed run.
+        directory: of the run.
+
+    Raises:
+        ConfigError: something differs that ``resume.allow`` does not name.
+    """
+    for name, digest in found.items():
+        key, _, of = name.partition(" ")
+        if recorded.get(name, digest) == digest or {"data", key}.intersection(config.resume.allow):
+            continue
+        given = config.model.path if key == "model.path" else getattr(config.data, key.partition(".")[2])
+        what = "tokenizer, chat template and configuration" if key == "model.path" else of or "rows"
+        raise ConfigError(
+            f"{key}={'null' if given is None else given}: its {what} are not those that the run '{directory}' was "
+            "begun with, and with others it would be another run; put them back, or allow it with resume.allow=[data]."
+        )
 
 
 def check_truths(config: RunConfig, train: Problems, val: Problems) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import ConfigError, DataflowError
+from dataflow.files import sha256_of
 
 NAME = "manifest.json"
 VERSION = 1
@@ -64,7 +65,7 @@ class Manifest:
                 raise Torn(f"{name} has {found[name].st_size} bytes instead of {self.files[name][0]}")
         for name, (_size, digest) in self.files.items() if contents else ():
             with _reading(directory / name):
-                if _digest(directory / name) != digest:
+                if sha256_of(directory / name) != digest:
                     raise Torn(f"the contents of {name} have changed")
 
 
@@ -88,7 +89,7 @@ def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> int:
     for name, found in sorted(_files(directory)):
         if not stat.S_ISREG(found.st_mode):
             raise DataflowError(f"checkpoint {directory}: {name} is no regular file; write files and directories only.")
-        files[name] = {"bytes": found.st_size, "sha256": _digest(directory / name)}
+        files[name] = {"bytes": found.st_size, "sha256": sha256_of(directory / name)}
         size += found.st_size
         sync(directory / name)
     # A second pass through JSON makes keys texts and tuples lists, as they will be read.
@@ -148,11 +149,6 @@ def _signed(version: int, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=1, allow_nan=False) + "\n"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _files(directory: Path, within: str = "") -> Iterator[tuple[str, os.stat_result]]:

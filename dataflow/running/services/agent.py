@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.cluster.process import DEATH_REASON
 from dataflow.errors import ConfigError
+from dataflow.files import sha256_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
@@ -276,7 +277,7 @@ def _content(value: Any, name: str = "") -> Any:
     if not isinstance(value, str) or not (value.endswith(_TEXTS) or name == "template"):
         return value
     file = Path(value).expanduser()
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else value
+    return sha256_of(file) if file.is_file() else value
 
 
 def _model(path: Any) -> Any:
