@@ -114,9 +114,8 @@ def step_summary(state: StepRequests) -> dict[str, float]:
     requests = state.ended
     scores: dict[int, list[float]] = {}
     for request in requests:
-        if request.kept:
+        if request.kept and not math.isnan(request.score):
             scores.setdefault(request.group, []).append(request.score)
-    same = sum(len(indistinct(of_group)) for of_group in scores.values())
     called = [request for request in requests if request.how not in ("ledger", "shared", "cancelled")]
     hows = [request.how for request in requests]
     latency = latency_summary([request.end - request.begin for request in called])
@@ -127,9 +126,9 @@ def step_summary(state: StepRequests) -> dict[str, float]:
         "retried": float(sum(max(0, request.tries - 1) for request in called)),
         "hedged": float(hows.count("hedged")),
         "cached": float(hows.count("ledger") + hows.count("shared")),
+        "indistinct": float(sum(len(indistinct(of_group)) for of_group in scores.values())),
         **(
             {"filtered_groups": float(state.left_out), "equal_groups": float(state.equal)} if state.group_filter else {}
         ),
-        **({"indistinct": float(same)} if same else {}),
         **{f"latency_{name}": value for name, value in latency.items()},
     }
