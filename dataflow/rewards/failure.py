@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.user.results import MOST
+from dataflow.usercode.numeric import LARGEST_SCORE
 
 _LATEST = 100  # smallest number of requests that a share is computed from
 
@@ -65,8 +65,10 @@ def parse_rule(text: str) -> FailureRule:
         score = float(number)
     except ValueError:
         score = math.nan
-    if not abs(score) <= MOST:
-        raise ConfigError(f"reward.on_failure={text}: give a finite number of at most {MOST:g}, as in score:0.")
+    if not abs(score) <= LARGEST_SCORE:
+        raise ConfigError(
+            f"reward.on_failure={text}: give a finite number of at most {LARGEST_SCORE:g}, as in score:0."
+        )
     return FailureRule("score", score)
 
 

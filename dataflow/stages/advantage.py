@@ -20,9 +20,9 @@ from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
-from dataflow.rewards.user.results import MOST
 from dataflow.stages.rollout import CLIP_RATIO, cut_off, token_metrics
 from dataflow.stages.scoring.finite import check_finite
+from dataflow.usercode.numeric import LARGEST_SCORE
 
 if TYPE_CHECKING:
     import torch
@@ -234,7 +234,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     last = torch.from_numpy(samples.last("sampled_mask"))
     scores[torch.arange(len(mask)), last] = data.batch["score"].float()
     rewards = scores - data.batch["kl_penalty"] if "kl_penalty" in data.batch else scores
-    check_finite(data.batch["score"], "the score", samples, task, most=MOST)
+    check_finite(data.batch["score"], "the score", samples, task, most=LARGEST_SCORE)
     for column, what in _READ.items():
         if column in data.batch:
             values = data.batch[column]
@@ -319,6 +319,6 @@ def _rewards(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, np.nda
                 "function return it for each, and reward.on_failure drop those that fail (score:X gives a score alone)."
             )
         numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        check_finite(numbers, f"'{key}' (algorithm.gdpo_reward_keys)", samples, task, most=MOST)
+        check_finite(numbers, f"'{key}' (algorithm.gdpo_reward_keys)", samples, task, most=LARGEST_SCORE)
         found[key] = values
     return found

@@ -12,6 +12,8 @@ from typing import Any
 
 from dataflow.errors import an
 
+LARGEST_SCORE = 1e15
+"""float32 holds its square times 10^8, the tokens over which advantages may be whitened."""
 _EXACT = 2.0**53
 """Below it a float holds each whole number."""
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.failure import KINDS, FailedShare, FailureRule, parse_rule
-from dataflow.rewards.user.results import MOST
+from dataflow.usercode.numeric import LARGEST_SCORE
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -72,7 +72,7 @@ def test_a_rule_without_its_colon_names_the_rule_itself() -> None:
     assert "did you mean 'fail'?" in str(caught.value)
 
 
-@given(st.floats(-MOST, MOST))
+@given(st.floats(-LARGEST_SCORE, LARGEST_SCORE))
 def test_every_finite_score_is_taken(score: float) -> None:
     assert parse_rule(f"score:{score}").score == score
 

@@ -8,10 +8,7 @@ from typing import Any
 
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import attempt
-from dataflow.usercode.numeric import count_of, kind_of, real_number
-
-MOST = 1e15
-"""The largest score: float32 holds its square times 10^8, the tokens over which advantages may be whitened."""
+from dataflow.usercode.numeric import LARGEST_SCORE, count_of, kind_of, real_number
 
 RESERVED = frozenset({
     "attention_mask", "finish_reason", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses",
@@ -40,11 +37,11 @@ def read_score(value: Any) -> float:
     Raises:
         ValueError: the value is not a finite number, or is so large that its advantages may not be; with what it is.
     """
-    if type(value) is float and -MOST <= value <= MOST:
+    if type(value) is float and -LARGEST_SCORE <= value <= LARGEST_SCORE:
         return value  # a fast path for most values
     number = read_number(value)
-    if abs(number) > MOST:
-        raise ValueError(f"{number:g}, outside of ±{MOST:g}, where float32 may hold no finite advantages")
+    if abs(number) > LARGEST_SCORE:
+        raise ValueError(f"{number:g}, outside of ±{LARGEST_SCORE:g}, where float32 may hold no finite advantages")
     return number
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, nearest
 from dataflow.graph import Read, Stage, TaskInfo
-from dataflow.rewards.user.results import MOST
 from dataflow.stages.reward import rewards_of
 from dataflow.stages.scoring.finite import check_finite
+from dataflow.usercode.numeric import LARGEST_SCORE
 
 LENGTH = "length"
 """The weight of the penalty for length."""
@@ -119,7 +119,7 @@ def combine(
     # Rounded once, to what advantages are computed in: sums that are equal but for rounding become equal scores.
     score = torch.stack(parts).sum(dim=0).float()
     known = columns["kept"] if "kept" in columns else torch.ones(len(score), dtype=torch.bool)
-    check_finite(score, "the combined score", first, task, counts=known, most=MOST)
+    check_finite(score, "the combined score", first, task, counts=known, most=LARGEST_SCORE)
     lost = _lost(torch.stack(parts)[:, known].numpy(), score[known].numpy(), first.groups[known.numpy()])
     # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
     task.log({"reward/combined/indistinct": float(lost * task.parts)})

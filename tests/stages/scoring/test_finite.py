@@ -13,10 +13,10 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import DataError
 from dataflow.graph import TaskInfo
-from dataflow.rewards.user.results import MOST
 from dataflow.stages.advantage import advantage, advantage_stage
 from dataflow.stages.distill import distill_advantage
 from dataflow.stages.scoring.finite import check_finite
+from dataflow.usercode.numeric import LARGEST_SCORE
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 R = 3
@@ -43,7 +43,7 @@ def test_the_first_number_that_counts_is_named() -> None:
         check_finite(values, "the value", batch, task)
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, float(torch.finfo(torch.float32).min), 2 * MOST])
+@pytest.mark.parametrize("score", [math.nan, math.inf, float(torch.finfo(torch.float32).min), 2 * LARGEST_SCORE])
 def test_a_score_of_a_stage_of_ones_own_is_refused(score: float) -> None:
     batch, task = responses(), TaskInfo(step=1, stage="advantage")
     rewards = batch.like(score=torch.tensor([0.0, 1.0, 0.0, score]))
@@ -59,7 +59,7 @@ def test_the_advantages_of_the_largest_scores_are_finite_and_teach(name: str) ->
     batch = responses(8, 5000)
     batch = batch.merge(batch.like(response_mask=torch.ones(8, 5000, dtype=torch.long)))
     batch = batch.merge(batch.like(attention_mask=torch.ones(8, 5002, dtype=torch.long)))
-    rewards = batch.like(score=torch.tensor([MOST, -MOST] * 4))
+    rewards = batch.like(score=torch.tensor([LARGEST_SCORE, -LARGEST_SCORE] * 4))
     found = advantage(batch, rewards, algorithm=AlgorithmConfig(adv_estimator=name), task=TaskInfo(step=1))
     assert found["advantages"].isfinite().all()
     assert found["advantages"].abs().max() > 0.1
