@@ -53,4 +53,5 @@ def run(words: Sequence[str], out: str | None = None, as_json: bool = False, key
             temporary.chmod(0o755)
     keys_ = "1 key has" if len(found.lost) == 1 else f"{len(found.lost)} keys have"
     lost = f"; {keys_} no counterpart, see its first lines" if found.lost else ""
-    return f"{out}: {len(found.overrides)} overrides{lost}"
+    missing = "; what is missing is in its first lines" if found.missing or found.unknown else ""
+    return f"{out}: {len(found.overrides)} overrides{missing}{lost}"

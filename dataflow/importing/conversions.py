@@ -13,9 +13,10 @@ from typing import Any, get_args
 from dataflow.config.base import Backend
 from dataflow.config.keys import verl_keys
 from dataflow.errors import ConfigError, counted
+from dataflow.files import no_file
 from dataflow.importing.facts import Conversion, NoCounterpart, Ours, gpus, whole_number
 from dataflow.importing.rewards import REWARDS
-from dataflow.importing.settings import Settings
+from dataflow.importing.settings import Missing, Settings
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ALL = 10**9
@@ -35,11 +36,11 @@ def files(value: Any) -> list[str]:
 def rows_of(settings: Settings) -> int | None:
     """Returns the number of training rows; None if a file is not on this machine."""
     total = 0
-    if not settings.get("data.train_files"):
+    if not settings.get("data.train_files", marked=True):
         raise ConfigError("data.train_files names no file; add data.train_files=FILE to the launch.")
-    for name in files(settings.get("data.train_files", [])):
+    for name in files(settings.get("data.train_files", [], marked=True)):
         path = Path(name).expanduser()
-        if not path.is_file():
+        if no_file(path) is not None:
             return None
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -59,17 +60,19 @@ def training_steps(settings: Settings) -> int:
     """Returns the number of training steps.
 
     Raises:
-        ConfigError: it follows from the number of rows, and the data is not on this machine.
+        Missing: it follows from the number of rows, and the data is not on this machine.
     """
     if settings.get("trainer.total_training_steps") is not None:
         return whole_number("trainer.total_training_steps", settings)
     epochs, rows = whole_number("trainer.total_epochs", settings), rows_of(settings)
-    if rows is None:
-        raise ConfigError(
-            f"trainer.total_epochs={epochs}: the number of steps follows from the rows of data.train_files="
-            f"{settings.get('data.train_files')}, which is not on this machine; add trainer.total_training_steps=N."
-        )
     batch = whole_number("data.train_batch_size", settings)
+    if rows is None:
+        named = ", ".join(files(settings.get("data.train_files", marked=True)))
+        raise Missing(
+            f"the rows of {named}, which cannot be read here, divided by data.train_batch_size={batch}, times "
+            f"trainer.total_epochs={epochs}",
+            "steps",
+        )
     if not rows // batch:
         raise ConfigError(f"data.train_batch_size={batch}: data.train_files has only {counted(rows, 'row')}; lower it.")
     return rows // batch * epochs
@@ -188,7 +191,7 @@ def _epochs(_key: str, value: Any, _settings: Settings) -> Ours:
 
 
 def _val_size(_key: str, value: Any, settings: Settings) -> Ours:
-    if not settings.get("data.val_files"):
+    if not settings.get("data.val_files", marked=True):
         return {}
     return {"data.val_size": value if type(value) is int and value > 0 else _ALL}
 
@@ -225,10 +228,14 @@ def _engine(_key: str, value: Any, _settings: Settings) -> Ours:
 
 def _engines(_key: str, _value: Any, settings: Settings) -> Ours:
     split = whole_number(f"{_ROLLOUT}.tensor_model_parallel_size", settings)
-    total = gpus(settings)
-    if apart(settings):
-        nodes = whole_number(f"{_ROLLOUT}.nnodes", settings)
-        total = nodes * whole_number(f"{_ROLLOUT}.n_gpus_per_node", settings)
+    try:
+        total = gpus(settings)
+        if apart(settings):
+            nodes = whole_number(f"{_ROLLOUT}.nnodes", settings)
+            total = nodes * whole_number(f"{_ROLLOUT}.n_gpus_per_node", settings)
+    except Missing as missing:
+        reason = f"{missing}: the GPUs divided by engine.tensor_parallel={split}"
+        raise Missing(reason, "engine.replicas", {"engine.tensor_parallel": split}) from missing
     if total % split:
         raise ConfigError(
             f"{_ROLLOUT}.tensor_model_parallel_size={split} does not divide the {total} GPUs; give a divisor of them."
@@ -281,7 +288,7 @@ def _backends(_key: str, value: Any, _settings: Settings) -> Ours:
 
 def _every(key: str, value: Any, settings: Settings) -> Ours:
     ours = {"test_freq": "val.every", "save_freq": "checkpoint.every"}[key.rpartition(".")[2]]
-    if ours == "val.every" and not settings.get("data.val_files"):
+    if ours == "val.every" and not settings.get("data.val_files", marked=True):
         return {ours: 0}
     return {ours: value if type(value) is int and value > 0 else 0}
 
@@ -311,7 +318,8 @@ def _resume(_key: str, value: Any, settings: Settings) -> Ours:
 
 
 def _runs(key: str, value: Any, settings: Settings) -> Ours:
-    default = f"checkpoints/{settings.get('trainer.project_name')}/{settings.get('trainer.experiment_name')}"
+    names = [settings.get(f"trainer.{name}_name", marked=True) for name in ("project", "experiment")]
+    default = f"checkpoints/{names[0]}/{names[1]}"
     return {"runs": value} if key in settings.given and value not in (None, default) else {}
 
 

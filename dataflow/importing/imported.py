@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +22,8 @@ from dataflow.config.training.critic import CriticConfig
 from dataflow.errors import ConfigError, UserError
 from dataflow.importing.conversions import CONVERSIONS
 from dataflow.importing.facts import NoCounterpart
-from dataflow.importing.settings import Settings
+from dataflow.importing.settings import Missing, Settings
+from dataflow.importing.values import MARK, Unknown, mark
 
 GRPO, PPO = "pipelines/gsm8k_grpo.py", "pipelines/ppo_critic.py"
 _SIMPLE = re.compile(r"[A-Za-z0-9_./+-]+")
@@ -30,6 +31,9 @@ _SHORT = {"policy.preset": "policy", "resume.mode": "resume"}
 _POLICY = "policy=baseline is what verl does. Try policy=both, which hides slow rewards behind GPU work."
 _AGAIN = "bash run.sh policy=both dry=true"
 
+_SIZES = {"data.prompts", "engine.n", "engine.replicas", "engine.tensor_parallel", "trainer.mini_batches",
+          "trainer.world_size"}  # fmt: skip
+"""Keys that others must fit."""
 _TOY = ("lr", "betas", "weight_decay", "warmup_steps")
 
 
@@ -102,6 +106,9 @@ class Imported:
         mapped: keys with a counterpart, those that the launch sets.
         fine: keys that the launch sets and that need nothing here, with the reason.
         lost: keys whose values have no counterpart.
+        missing: our keys whose values only the machine of the launch knows, with the reason; ``open`` has their values
+            as far as they are known.
+        unknown: variables of the launch with a reason that are not known here.
     """
 
     source: str
@@ -111,6 +118,9 @@ class Imported:
     mapped: list[Mapped] = field(default_factory=list)
     fine: list[Lost] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    open: dict[str, Any] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
 
     @property
     def arguments(self) -> list[str]:
@@ -126,7 +136,18 @@ class Imported:
             "mapped": [each._asdict() for each in self.mapped],
             "nothing_to_do": [each._asdict() for each in self.fine],
             "no_counterpart": [each._asdict() for each in self.lost],
+            "missing": [*map(_shell, self._lines()), *(f"{name}: {why}" for name, why in self._elsewhere())],
         }
+
+    def _lines(self) -> list[str]:
+        """Returns the words of the keys that are missing or hold variables, with marks for what is not known."""
+        given = [f"{_SHORT.get(key, key)}={as_text(value)}" for key, value in self.open.items()]
+        return [*given, *(f"{_SHORT.get(key, key)}={mark(_variable(key))}" for key in self.missing)]
+
+    def _elsewhere(self) -> list[tuple[str, str]]:
+        """Returns the variables that no line of the script has, with the reason."""
+        named = {name for line in self._lines() for name in MARK.findall(line)}
+        return [(name, why) for name, why in self.unknown.items() if name not in named]
 
     def script(self) -> str:
         """Returns a shell script that runs the same training here; its comments say what differs."""
@@ -137,6 +158,10 @@ class Imported:
         )
         made = f"Made by 'dataflow import-verl' from {self.source} (verl 0.9)."
         lines = ["#!/usr/bin/env bash", f"# {_comment(made)}", f"# {counts}"]
+        if self.missing or self.unknown:
+            lines += ["#", "# Missing, as only the machine of the launch has it:"]
+            lines += [f"#   {_comment(f'{key}={mark(_variable(key))}: {why}.')}" for key, why in self.missing.items()]
+            lines += [f"#   {_comment(f'{mark(name)}: {why}.')}" for name, why in self.unknown.items()]
         if self.lost:
             lines += ["#", "# No counterpart, and what to do instead:"]
             lines += [f"#   {_comment(f'{each.key}={_shown(each.value)}: {each.instead}.')}" for each in self.lost]
@@ -146,26 +171,43 @@ class Imported:
                 ours = " ".join(f"{key}={_shown(value)}" for key, value in each.ours.items())
                 lines.append(f"#   {_comment(f'{each.key}={_shown(each.value)}: {ours} ({each.note})')}")
         lines += ["#", f"# {_POLICY}", f"# Keys behind the script's name win over those below: {_AGAIN}"]
+        lines += [f'set -- {_shell(line)} "$@"' for line in self._lines()]
         words = [f"dataflow run {shlex.quote(self.pipeline)}", *map(shlex.quote, self.arguments), '"$@"']
         return "\n".join(lines) + "\n" + " \\\n    ".join(words) + "\n"
 
 
 def _comment(text: str) -> str:
+    text = MARK.sub(r"$\1", text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def import_settings(settings: Settings, source: str) -> Imported:
+def _variable(key: str) -> str:
+    return key.upper().replace(".", "_")
+
+
+def _shell(text: str) -> str:
+    """Returns a text as a word of the shell, with a variable for each mark, without which the script ends."""
+    quoted = shlex.quote(text)
+    return MARK.sub(
+        r"""'"${\1:?see the comments above}"'""" if quoted != text else r'"${\1:?see the comments above}"', quoted
+    )
+
+
+def import_settings(settings: Settings, source: str, unknown: Mapping[str, Unknown] | None = None) -> Imported:
     """Returns our overrides for the settings of a launch of verl.
 
     Args:
         settings: of verl, all of them.
         source: name of the launch, for messages.
+        unknown: variables that are not known here, for which marks stand in the values.
 
     Raises:
         ConfigError: a value is wrong, or our configuration cannot be built from what it becomes.
     """
-    critic = settings.get("algorithm.adv_estimator") == "gae" or bool(settings.get("critic.enable"))
+    estimator = settings.get("algorithm.adv_estimator", marked=True)
+    critic = estimator == "gae" or bool(settings.get("critic.enable", marked=True))
     found = Imported(source, PPO if critic else GRPO, WithCritic() if critic else WithoutCritic())
+    found.unknown = {name: f"line {each.line}: it {each.why}" for name, each in (unknown or {}).items()}
     wanted: dict[str, Any] = {}
     origin: dict[str, str] = {}
     mapped: dict[str, tuple[Meaning, Mapping[str, Any]]] = {}
@@ -194,16 +236,28 @@ def import_settings(settings: Settings, source: str) -> Imported:
         except NoCounterpart as missing:
             found.lost.append(Lost(key, value, str(missing)))
             ours = missing.ours
+        except Missing as missing:
+            found.missing.setdefault(missing.key or meaning.ours, str(missing))
+            wanted |= missing.ours
+            continue
         mapped[key] = (meaning, ours)
         for name, of in ours.items():
-            wanted[name] = of
+            (found.open if MARK.search(as_text(of)) else wanted)[name] = of
             origin[name] = key
-    found.config, found.overrides = _fitted(type(found.config), wanted, origin)
+    for name in (*found.open, *found.missing):
+        wanted.pop(name, None)
+    try:
+        found.config, found.overrides = _fitted(type(found.config), wanted, origin)
+    except ConfigError:
+        if _SIZES.isdisjoint((*found.missing, *found.open)):
+            raise
+        # What does not fit the sizes by default may fit those that are missing; the run itself checks it.
+        found.overrides = _fewest(found.config, wanted)
     lost = {each.key for each in found.lost}
     for key in ordered:
         if key in mapped and key in given and key not in lost:
             meaning, ours = mapped[key]
-            default = not any(name in found.overrides for name in ours)
+            default = not any(name in found.overrides or name in found.open for name in ours)
             note = meaning.note if meaning.how else ""
             found.mapped.append(Mapped(key, settings.values[key], dict(ours), note, default))
     return found
@@ -212,7 +266,10 @@ def import_settings(settings: Settings, source: str) -> Imported:
 def _converted(key: str, value: Any, meaning: Meaning, settings: Settings) -> Mapping[str, Any]:
     assert meaning.ours is not None
     if meaning.how:
-        return CONVERSIONS[meaning.how](key, value, settings)
+        ours = CONVERSIONS[meaning.how](key, value, settings)
+        if key in settings.given and MARK.search(str(value)) and not MARK.search(str(ours)):
+            raise Missing(f"it follows from {key}={as_text(value)}")
+        return ours
     return {} if value is None else {meaning.ours: value}
 
 
@@ -234,8 +291,7 @@ def _fitted(
     Raises:
         ConfigError: it cannot be built.
     """
-    base, always = kind(), getattr(kind, "given", ())
-    overrides = {key: value for key, value in wanted.items() if key in always or not _same(_held(base, key), value)}
+    overrides = _fewest(kind(), wanted)
     while True:
         config = _built(kind, overrides, origin)
         # A key may set others: clip_ratio also sets clip_ratio_low.
@@ -247,6 +303,16 @@ def _fitted(
         overrides |= {key: wanted[key] for key in missing}
 
 
+def _fewest(base: RunConfig, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that differ from those of a configuration, and those that are always given."""
+    always = getattr(base, "given", ())
+    return {
+        key: wanted[key]
+        for key in _ordered(type(base), wanted)
+        if key in always or not _same(_held(base, key), wanted[key])
+    }
+
+
 def _built(kind: type[RunConfig], overrides: Mapping[str, Any], origin: Mapping[str, str]) -> RunConfig:
     try:
         return parse_overrides(kind, [f"{key}={as_text(value)}" for key, value in overrides.items()])
@@ -256,7 +322,7 @@ def _built(kind: type[RunConfig], overrides: Mapping[str, Any], origin: Mapping[
         raise ConfigError(f"{from_}{error}") from error
 
 
-def _ordered(kind: type[RunConfig], overrides: Mapping[str, Any]) -> list[str]:
+def _ordered(kind: type[RunConfig], overrides: Iterable[str]) -> list[str]:
     """Returns keys in the order of our configuration, so that an output is the same for every order of the launch."""
     order = {".".join(path): at for at, (path, _) in enumerate(fields(kind))}
 

@@ -22,11 +22,11 @@ def _if_given(key: str, value: Any, settings: Settings) -> Ours:
 
 
 def _reward_function(_key: str, _value: Any, settings: Settings) -> Ours:
-    path = settings.get(f"{_FUNCTION}.path")
+    path = settings.get(f"{_FUNCTION}.path", marked=True)
     if path is not None:
-        named = settings.get(f"{_FUNCTION}.name", "compute_score")
+        named = settings.get(f"{_FUNCTION}.name", "compute_score", marked=True)
         return {"custom_reward_function.path": str(path), "custom_reward_function.name": str(named)}
-    if settings.get(f"{_REWARD}.enable") or settings.get("reward.sandbox_fusion.url"):
+    if settings.get(f"{_REWARD}.enable") or settings.get("reward.sandbox_fusion.url", marked=True):
         return {}
     return {
         "custom_reward_function.path": "pkg://verl.utils.reward_score",
@@ -35,9 +35,9 @@ def _reward_function(_key: str, _value: Any, settings: Settings) -> Ours:
 
 
 def _manager(_key: str, value: Any, settings: Settings) -> Ours:
-    if settings.get("reward.reward_manager.module.path") is not None:
+    if settings.get("reward.reward_manager.module.path", marked=True) is not None:
         return {"reward.manager": settings.get("reward.reward_manager.module.name", value)}
-    if settings.get("reward.sandbox_fusion.url"):
+    if settings.get("reward.sandbox_fusion.url", marked=True):
         return {"reward.manager": "sandbox"}
     if value not in ("naive", "dapo", "rate_limited", "remote"):
         raise NoCounterpart(
@@ -62,17 +62,17 @@ def _overlong(_key: str, _value: Any, settings: Settings) -> Ours:
 
 def _sandbox(_key: str, _value: Any, settings: Settings) -> Ours:
     sandbox = "reward.sandbox_fusion"
-    if not settings.get(f"{sandbox}.url"):
+    if not settings.get(f"{sandbox}.url", marked=True):
         return {}
     names = ("url", "max_concurrent", "memory_limit_mb")
-    return {f"reward.manager_kwargs.{name}": settings.get(f"{sandbox}.{name}") for name in names}
+    return {f"reward.manager_kwargs.{name}": settings.get(f"{sandbox}.{name}", marked=True) for name in names}
 
 
 def _served(_key: str, _value: Any, settings: Settings) -> Ours:
     """verl's reward model: a classifier unless a function of the user's asks it."""
     if not settings.get(f"{_REWARD}.enable"):
         return {}
-    path = settings.get(f"{_REWARD}.model_path")
+    path = settings.get(f"{_REWARD}.model_path", marked=True)
     if path is None:
         raise ConfigError(f"{_REWARD}.enable=true needs {_REWARD}.model_path; add it to the launch.")
     rollout = f"{_REWARD}.rollout"
@@ -85,7 +85,7 @@ def _served(_key: str, _value: Any, settings: Settings) -> Ours:
     dtype = settings.get(f"{rollout}.dtype", "auto")
     values = {
         "path": str(path),
-        "kind": "chat" if settings.get(f"{_FUNCTION}.path") else "classify",
+        "kind": "chat" if settings.get(f"{_FUNCTION}.path", marked=True) else "classify",
         "placement": "own" if own else "colocated",
         "replicas": max(1, total // split),
         "tensor_parallel": split,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dataflow.errors import ConfigError
-from dataflow.importing.values import PRINTED, WRITE_OUT, Unknown, Variables, needed
+from dataflow.importing.values import MARK, PRINTED, WRITE_OUT, Unknown, Variables, needed
 from dataflow.importing.words import Operator, Reader, Word
 
 MAIN = re.compile(r"(^|[\s./])verl[./]trainer[./]main_ppo(\.py)?(\s|$)")
@@ -39,11 +40,13 @@ class Launch(NamedTuple):
         arguments: of ``main_ppo``.
         line: of the script.
         passes_on: whether the script's own arguments are among them (``"$@"``).
+        unknown: what :data:`~dataflow.importing.values.MARK` stands for in the arguments, by its name.
     """
 
     arguments: list[str]
     line: int
     passes_on: bool
+    unknown: Mapping[str, Unknown] = MappingProxyType({})
 
 
 def launch_of(text: str, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
@@ -354,7 +357,8 @@ class _Follower:
     def _launched(self, words: list[Word]) -> None:
         """Notes a command that launches verl."""
         self._variables.passed_on = False
-        fields = [(field, word.line) for word in words for field in self._variables.fields(word)]
+        marked: dict[str, Unknown] = {}
+        fields = [(field, word.line) for word in words for field in self._variables.fields(word, marked=marked)]
         at = next((i for i, (each, _) in enumerate(fields) if isinstance(each, str) and MAIN.search(each)), None)
         if at is None:
             return
@@ -363,7 +367,7 @@ class _Follower:
             raise ConfigError(f"{self._name}, line {line}: the launch is a text within a command; write it out.")
         if self._unsure is not None and self._unsure is not self._hope:
             raise needed([Unknown(self._unsure.variable, self._unsure.why, self._unsure.line)], self._name)
-        rest = [field for field, _ in fields[at + 1 :]]
-        if lost := [field for field in rest if isinstance(field, Unknown)]:
-            raise needed(lost, self._name)
-        self._found.append(Launch([str(field) for field in rest], line, self._variables.passed_on))
+        rest = [str(field) for field, _ in fields[at + 1 :]]
+        used = {name for field in rest for name in MARK.findall(field)}
+        unknown = {name: value for name, value in marked.items() if name in used}
+        self._found.append(Launch(rest, line, self._variables.passed_on, unknown))

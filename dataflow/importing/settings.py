@@ -14,6 +14,7 @@ from dataflow.config.keys import verl_keys, yaml_values
 from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import shortened
 from dataflow.errors import ConfigError, alike, nearest
+from dataflow.importing.values import MARK
 
 BASES = {
     "ppo_trainer": "_generated_ppo_trainer.yaml",
@@ -27,6 +28,21 @@ BASES = {
 
 _PRINTED = "add '--cfg job --resolve' to the launch, and import what it prints"
 _MISSING = "???"
+
+
+class Missing(Exception):
+    """A value that only the machine of the launch knows; the message says which, as part of a sentence.
+
+    Args:
+        reason: part of a sentence.
+        key: of ours that it leaves open; None for that of the table.
+        ours: what is known nevertheless.
+    """
+
+    def __init__(self, reason: str, key: str | None = None, ours: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.key = key
+        self.ours = ours or {}
 
 
 class Settings(NamedTuple):
@@ -44,9 +60,20 @@ class Settings(NamedTuple):
     defaults: dict[str, Any]
     added: tuple[str, ...] = ()
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value of a key; ``default`` for null and for a key that is not set."""
+    def get(self, key: str, default: Any = None, marked: bool = False) -> Any:
+        """Returns the value of a key; ``default`` for null and for a key that is not set.
+
+        Args:
+            key: of verl.
+            default: its value otherwise.
+            marked: whether a text may hold marks of what is not known here.
+
+        Raises:
+            Missing: it holds one.
+        """
         value = self.values.get(key)
+        if not marked and isinstance(value, str) and MARK.search(value):
+            raise Missing(f"it follows from {key}={value}")
         return default if value in (None, _MISSING) else value
 
 

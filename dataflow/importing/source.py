@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dataflow.errors import ConfigError
@@ -12,6 +12,7 @@ from dataflow.importing import settings as verl
 from dataflow.importing.imported import Imported, import_settings
 from dataflow.importing.script import MAIN, launch_of
 from dataflow.importing.settings import Settings
+from dataflow.importing.values import MARK, Unknown
 
 LARGEST = 2**20
 """Bytes of a script or a configuration; verl's whole configuration has a thirtieth."""
@@ -27,11 +28,11 @@ def import_launch(words: Sequence[str]) -> Imported:
     Raises:
         ConfigError: there is no launch, or it cannot be read, or not be run here.
     """
-    given, name = _settings(list(words))
-    return import_settings(given, name)
+    given, name, unknown = _settings(list(words))
+    return import_settings(given, name, unknown)
 
 
-def _settings(words: list[str]) -> tuple[Settings, str]:
+def _settings(words: list[str]) -> tuple[Settings, str, Mapping[str, Unknown]]:
     if not words:
         raise ConfigError(
             "import-verl: give a launch script of verl, its resolved configuration (.yaml), or the launch itself, "
@@ -41,7 +42,7 @@ def _settings(words: list[str]) -> tuple[Settings, str]:
     if at is not None and words[at].strip().count(" "):
         return _of_script(words[at], "the launch", words[at + 1 :])
     if at is not None:
-        return verl.of_launch(words[at + 1 :], "the launch"), "the launch"
+        return verl.of_launch(words[at + 1 :], "the launch"), "the launch", {}
     path, *more = words
     if "=" in path or path.startswith("-"):
         raise ConfigError(
@@ -53,14 +54,16 @@ def _settings(words: list[str]) -> tuple[Settings, str]:
     if Path(path).suffix in (".yaml", ".yml"):
         if more:
             raise ConfigError(f"{name} is a whole configuration; change it there, and leave '{more[0]}' out.")
-        return verl.of_file(text, name), name
+        return verl.of_file(text, name), name, {}
     return _of_script(text, name, more)
 
 
-def _of_script(text: str, name: str, more: list[str]) -> tuple[Settings, str]:
+def _of_script(text: str, name: str, more: list[str]) -> tuple[Settings, str, Mapping[str, Unknown]]:
     launch = launch_of(text, name, more, os.environ)
     arguments = launch.arguments if launch.passes_on else [*launch.arguments, *more]
-    return verl.of_launch(arguments, name), name
+    # A word without a key, such as $EXTRA_ARGS, may hold any.
+    known = [each for each in arguments if not MARK.search(each.partition("=")[0])]
+    return verl.of_launch(known, name), name, launch.unknown
 
 
 def _read(path: Path) -> str:

@@ -47,6 +47,8 @@ _SUMS: Mapping[type, Callable[[int, int], int]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
+MARK = re.compile(r"%%([A-Za-z_][A-Za-z0-9_]*)%%")
+"""Stands in a value for what only the machine of the launch knows, by the name of a variable."""
 PRINTED = "import what the launch prints with '--cfg job --resolve' behind it"
 WRITE_OUT = f"write the launch out, or {PRINTED}"
 _LONGEST_SUM = 200
@@ -54,6 +56,11 @@ _LONGEST = 2**23
 """Characters of all values of a script together; the system takes a fraction of it as the arguments of a command."""
 _LONGEST_CUT = 2**12
 """Characters of a value that is cut or replaced by a pattern, whose time is the square of them."""
+
+
+def mark(name: str) -> str:
+    """Returns what stands in a value for a variable, see :data:`MARK`."""
+    return f"%%{name}%%"
 
 
 class Variables:
@@ -128,8 +135,17 @@ class Variables:
         lost = next((field for field in fields if isinstance(field, Unknown)), None)
         return lost or " ".join(str(field) for field in fields)
 
-    def fields(self, word: Word, unset: str | None = None) -> list[str | Unknown]:
-        """Returns the arguments that a word becomes: none, one, or several of an array."""
+    def fields(
+        self, word: Word, unset: str | None = None, marked: dict[str, Unknown] | None = None
+    ) -> list[str | Unknown]:
+        """Returns the arguments that a word becomes: none, one, or several of an array.
+
+        Args:
+            word: of the script.
+            unset: see :meth:`text`.
+            marked: gets what is not known by its name, for which :func:`mark` stands in the arguments; None makes an
+                argument with it unknown as a whole.
+        """
         found: list[str | Unknown] = []
         open_: str | Unknown | None = None
         # "${NAME[@]}" of an empty array is no argument, although the quotes alone would be an empty one.
@@ -140,6 +156,10 @@ class Variables:
             value = self._value(part, word.line)
             if isinstance(value, Unknown) and value.unset and unset is not None:
                 value = unset
+            if isinstance(value, Unknown) and marked is not None:
+                name = value.variable if value.variable.isidentifier() else f"VALUE_{len(marked) + 1}"
+                marked[name] = value
+                value = mark(name)
             if isinstance(value, Unknown):
                 open_ = value if not isinstance(open_, Unknown) else open_
                 continue

@@ -69,7 +69,6 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["binary.sh"], "it is not UTF-8 text"),
         (["large.sh"], "is larger than any launch"),
         (["locked.sh"], "locked.sh cannot be read"),
-        (["unset.sh"], "unset.sh: DATA_DIR (line 1) is not set; set it: DATA_DIR=... dataflow import-verl unset.sh."),
         (["odd.yaml"], "odd.yaml cannot be read as YAML: "),
         (
             ["twice.yaml"],
@@ -96,7 +95,6 @@ def test_bad_input_is_one_sentence(
     Path("large.sh").write_text("#" * 2**21)
     Path("locked.sh").write_text("x")
     Path("locked.sh").chmod(0)
-    Path("unset.sh").write_text("python -m verl.trainer.main_ppo data.train_files=$DATA_DIR/train.parquet")
     Path("odd.yaml").write_text("a: [")
     Path("twice.yaml").write_text("a: {b: 1}\na: {c: 1}")
     Path("circle.yaml").write_text("actor_rollout_ref: &a {x: *a}")

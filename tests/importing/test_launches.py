@@ -263,7 +263,6 @@ def test_what_has_no_counterpart_is_listed_with_what_to_do(rows: Path, change: s
         ("trainer.nnodes=two", "trainer.nnodes=two: give a whole number of at least 1 in the launch."),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=300", "does not divide data.train_batch_size=1024"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "does not divide the 8 GPUs"),
-        ("data.train_files=/nowhere/x.parquet", "which is not on this machine; add trainer.total_training_steps=N."),
         ("data.train_files=null", "names no file"),
         (
             "algorithm.adv_estimator=of_a_fork",
@@ -300,6 +299,59 @@ def test_the_new_script_is_shell(rows: Path) -> None:
     said = subprocess.run(["bash", str(script), "more=1"], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.splitlines() == [found.pipeline, *found.arguments, "more=1"]
     assert 'tracking.project=a b"c $HOME' in found.arguments
+
+
+def said(found: Imported, path: Path, **environment: str) -> tuple[int, list[str]]:
+    """Runs the new script with a program in the place of dataflow; returns its exit code and the keys of it."""
+    path.write_text(found.script().replace("dataflow run", "printf '%s\\n'"))
+    ran = subprocess.run(["bash", str(path), "more=1"], capture_output=True, text=True, timeout=60, env=environment)
+    return ran.returncode, ran.stdout.splitlines()
+
+
+def test_the_number_of_steps_is_asked_for_where_the_data_is_elsewhere(rows: Path) -> None:
+    whole = imported(GRPO, rows, "trainer.total_training_steps=105")
+    found = imported(GRPO, rows, "data.train_files=/elsewhere/train.parquet")
+    assert {**found.overrides, "steps": 105} == {**whole.overrides, "data.train": "/elsewhere/train.parquet"}
+    assert (
+        "#   steps=$STEPS: the rows of /elsewhere/train.parquet, which cannot be read here, divided by "
+        "data.train_batch_size=1024, times trainer.total_epochs=15.\n"
+    ) in found.script()
+    assert said(found, rows.parent / "new.sh")[0] != 0
+    assert said(found, rows.parent / "new.sh", STEPS="7") == (
+        0,
+        [found.pipeline, *found.arguments, "steps=7", "more=1"],
+    )
+    assert json.loads(json.dumps(found.as_dict(), default=str))["missing"] == [
+        'steps="${STEPS:?see the comments above}"'
+    ]
+
+
+ELSEWHERE = """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
+    data.train_files="['$DATA/a.parquet','$DATA/b.parquet']" actor_rollout_ref.model.path=${MODEL:?} \\
+    trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l) data.train_batch_size=$BATCH trainer.total_epochs=1 \\
+    actor_rollout_ref.actor.optim.lr=$LR custom_reward_function.path=$CODE/score.py trainer.test_freq=$EVERY $MORE
+"""
+
+
+def test_what_only_the_training_machine_has_is_left_to_its_shell(rows: Path) -> None:
+    found = imported(ELSEWHERE, rows)
+    assert set(found.missing) == {
+        "steps", "trainer.mini_batches", "trainer.world_size", "engine.replicas", "val.every",
+    }  # fmt: skip
+    assert {"data.train", "model.path", "data.prompts", "trainer.lr", "custom_reward_function.path"} == set(found.open)
+    assert found.overrides["engine.n"] == 4
+    text = found.script()
+    assert "#   $VALUE_1: line 4: it takes the output of a command, $(nvidia-smi -L | wc -l).\n" in text
+    assert "#   $MORE: line 5: it is not set.\n" in text
+    environment = dict.fromkeys(("STEPS", "TRAINER_MINI_BATCHES", "TRAINER_WORLD_SIZE", "ENGINE_REPLICAS"), "8")
+    environment |= {"DATA": "/my data", "MODEL": "/q", "BATCH": "64", "LR": "1e-5", "CODE": "/c", "VAL_EVERY": "5"}
+    code, keys = said(found, rows.parent / "new.sh", **environment)
+    assert code == 0
+    config = parse_overrides(gsm8k_grpo.Config, keys[1:-1])
+    assert (config.data.train, config.model.path) == (["/my data/a.parquet", "/my data/b.parquet"], "/q")
+    assert (config.data.prompts, config.trainer.lr, config.trainer.world_size) == (64, 1e-5, 8)
+    assert config.custom_reward_function.path == "/c/score.py"
 
 
 def test_the_facts_are_json(rows: Path) -> None:
