@@ -6,9 +6,8 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from loguru import logger
 
@@ -29,8 +28,7 @@ Run: TypeAlias = Callable[[Any, Mapping[str, Any], Place | None], Awaitable[Any]
 """Calls a function with keywords, for a sample, under the time-out: :meth:`ToolCaller.run`."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The result of a call: a text for the model, and whether it is an error."""
 
     text: str

@@ -34,6 +34,8 @@ class ToolCall:
         """
         if not isinstance(name, str) or not name:
             return ToolCall("", error='a tool call is an object with "name" and "arguments"')
+        if arguments in (None, ""):  # of a tool without any
+            arguments = {}
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)

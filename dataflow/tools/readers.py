@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from loguru import logger
 
@@ -13,6 +13,7 @@ from dataflow.errors import ConfigError, ModelError, nearest
 from dataflow.tools.formats import Format, Framing, Hermes, ToolCall
 from dataflow.usercode.load import describe, pick
 
+Answers: TypeAlias = Sequence[tuple[ToolCall, str]]
 AUTO = "auto"
 OWN: dict[str, type[Format]] = {"hermes": Hermes}
 """The formats that are read as text here."""
@@ -41,9 +42,7 @@ class Reader(Protocol):
         """
         ...
 
-    def framed(
-        self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]
-    ) -> list[int] | None:
+    def framed(self, before: Sequence[int], turn: Sequence[int], answers: Answers) -> list[int] | None:
         """Returns the tokens between a turn and the model's next one; None leaves that to the chat template.
 
         Args:
@@ -55,7 +54,7 @@ class Reader(Protocol):
 
 
 class TextReader:
-    """Reads the text of a turn by a format."""
+    """Reads the text of a turn by a format, which may frame the answers, too."""
 
     def __init__(self, tokenizer: Any, how: Format) -> None:
         self._tokenizer, self._format = tokenizer, how
@@ -64,9 +63,7 @@ class TextReader:
         """See :class:`Reader`."""
         return self._format.parse(self._tokenizer.decode(list(turn), skip_special_tokens=False))
 
-    def framed(
-        self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]
-    ) -> list[int] | None:
+    def framed(self, before: Sequence[int], turn: Sequence[int], answers: Answers) -> list[int] | None:
         """See :class:`Reader`."""
         if not isinstance(self._format, Framing):
             return None
@@ -74,8 +71,8 @@ class TextReader:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-class VllmReader:
-    """Reads by one of ``vllm.tool_parsers``, which parse the text behind the thinking.
+class VllmFormat:
+    """One of ``vllm.tool_parsers``, which parse the text behind the thinking.
 
     Raises:
         Exception: the tokenizer lacks what the parser needs.
@@ -85,35 +82,29 @@ class VllmReader:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
-        self._tokenizer = tokenizer
-        self._request: Any = ChatCompletionRequest(messages=[], model="", tools=list(schemas))
-        self._build = ToolParserManager.get_tool_parser(name)
-        self._parser()
+        request: Any = ChatCompletionRequest(messages=[], model="", tools=list(schemas))
+        kind = ToolParserManager.get_tool_parser(name)
+        self._request, self._eos = request, tokenizer.eos_token or ""
+        self._build: Callable[[], Any] = lambda: kind(tokenizer, request.tools)
+        marks = [mark for name, mark in vars(self._build()).items() if "start" in name or name.startswith("bot_")]
+        self._marks = [mark for mark in marks if isinstance(mark, str) and mark]
 
-    def _parser(self) -> Any:
-        return self._build(self._tokenizer, self._request.tools)  # they keep state, so each turn gets a new one
-
-    def calls(self, before: Sequence[int], turn: Sequence[int]) -> list[ToolCall]:
-        """See :class:`Reader`."""
-        ids = list(turn[:-1] if turn and turn[-1] == self._tokenizer.eos_token_id else turn)
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        prompt = self._tokenizer.decode(list(before[-8:]), skip_special_tokens=False)
-        if text.lstrip().startswith("<think>") or prompt.rstrip().endswith("<think>"):
-            text = text.partition("</think>")[2]
-        parser = self._parser()
-        found = parser.extract_tool_calls(text, self._request)
+    def parse(self, text: str) -> list[ToolCall]:
+        """See :class:`~dataflow.tools.formats.Format`."""
+        thought, _, said = text.removesuffix(self._eos).partition("</think>")
+        # The prompt may begin the thinking; a "</think>" behind the start of a call is a part of it.
+        if thought.lstrip().startswith("<think>") or ("</think>" in text and not self._marked(thought)):
+            text = said
+        else:
+            text = text.removesuffix(self._eos)
+        found = self._build().extract_tool_calls(text, self._request)  # a new one: they keep state
         if found.tools_called:
             return [ToolCall.of(each.function.name, each.function.arguments) for each in found.tool_calls]
-        marks = [mark for name, mark in vars(parser).items() if "start" in name or name.startswith("bot_")]
-        if any(isinstance(mark, str) and mark and mark in text for mark in marks):
-            return [ToolCall("", error="the tool call cannot be read; write it as the first message shows")]
-        return []
+        fault = "the tool call cannot be read; write it as the first message shows"
+        return [ToolCall("", error=fault)] if self._marked(text) else []
 
-    def framed(
-        self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]
-    ) -> list[int] | None:
-        """See :class:`Reader`."""
-        return None
+    def _marked(self, text: str) -> bool:
+        return any(mark in text for mark in self._marks)
 
 
 class RendererReader:
@@ -168,9 +159,7 @@ class RendererReader:
         ]
         return [*ids[: end - 1], *plain, *ids[end:]]
 
-    def framed(
-        self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]
-    ) -> list[int] | None:
+    def framed(self, before: Sequence[int], turn: Sequence[int], answers: Answers) -> list[int] | None:
         """See :class:`Reader`."""
         messages = [
             {"role": "tool", "name": call.name or "tool", "content": text, "tool_call_id": call.id or ""}
@@ -183,29 +172,25 @@ class RendererReader:
         return list(bridged.token_ids[len(known) :])
 
 
-def _whole(call: Any) -> bool:
-    """Whether a call has all that was written in it."""
-    open_tag = call.raw.lstrip().startswith("<function=") and call.raw.rfind("<parameter=") > call.raw.rfind("</param")
-    return (
-        not open_tag
-        and call.status.value not in ("malformed_structure", "missing_name")
-        and ToolCall.of(call.name, call.arguments).error is None
-    )
+def _whole(found: Any) -> bool:
+    return _call(found).error is None
 
 
-def _call(call: Any) -> ToolCall:
-    if _whole(call):
-        return ToolCall.of(call.name, call.arguments, call.id)
-    raw = call.raw.strip()
-    if raw.startswith(("{", "[", '"')) or call.status.value == "invalid_json":
+def _call(found: Any) -> ToolCall:
+    """Returns a call that a renderer found, with an error unless it has all that was written in it."""
+    call = ToolCall.of(found.name, found.arguments, found.id)
+    raw, status = found.raw.strip(), found.status.value
+    left_open = raw.startswith("<function=") and raw.rfind("<parameter=") > raw.rfind("</parameter>")
+    if call.error is None and not left_open and status != "malformed_structure":
+        return call
+    if raw.startswith(("{", "[", '"')) or status == "invalid_json":
         try:
             json.loads(raw)
         except (ValueError, RecursionError) as error:
-            return ToolCall(call.name or "", error=f"the tool call is not valid JSON ({error})")
-        return ToolCall.of(call.name, call.arguments)
-    return ToolCall(
-        call.name or "", error="the tool call is not complete: it lacks its name, or a tag that ends a part"
-    )
+            return ToolCall(found.name or "", error=f"the tool call is not valid JSON ({error})")
+        return call
+    fault = "the tool call is not complete: it lacks its name, or a tag that ends a part"
+    return ToolCall(found.name or "", error=fault)
 
 
 def find_format(name: str, module: ModuleType | None = None, where: str = "tools.format") -> Format | str:
@@ -256,7 +241,7 @@ def find_reader(
         return TextReader(tokenizer, OWN[how]())
     try:
         if how not in _families():
-            return VllmReader(tokenizer, how, schemas)
+            return TextReader(tokenizer, VllmFormat(tokenizer, how, schemas))
         renderer = _rendering([how], tokenizer, schemas, options) or _renderer(how, tokenizer, options)
     except Exception as error:  # of a library, from a tokenizer that it was not made for
         raise ModelError(f"tools.format={how}: the model's tokenizer does not fit ({error}).") from error
@@ -273,7 +258,7 @@ def _recognised(tokenizer: Any, schemas: Sequence[Mapping[str, Any]], options: M
     template, vocabulary = str(tokenizer.chat_template), tokenizer.get_vocab()
     name = next((name for mark, name in _MARKS.items() if mark in template), None)
     if name in ("mistral", "llama3_json"):
-        reader: Reader = VllmReader(tokenizer, name, schemas)
+        reader: Reader = TextReader(tokenizer, VllmFormat(tokenizer, name, schemas))
     elif name is not None and ("<｜tool▁calls▁begin｜>" if name == "deepseek-v3" else "<tool_call>") in vocabulary:
         default = create_renderer(tokenizer, DefaultRendererConfig(tool_parser=name))
         reader = RendererReader(tokenizer, default, schemas)

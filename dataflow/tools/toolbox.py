@@ -20,7 +20,7 @@ from dataflow.errors import DataError, ModelError, nearest
 from dataflow.models.chat import without
 from dataflow.tools.calls import LONGEST, ToolCaller, tools_kwargs
 from dataflow.tools.formats import Format, Framing, ToolCall
-from dataflow.tools.readers import AUTO, Reader, find_format, find_reader
+from dataflow.tools.readers import AUTO, Answers, Reader, find_format, find_reader
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
 from dataflow.usercode.load import load_file
 from dataflow.usercode.sentinel.sentinel import TOOLS, Sentinel
@@ -188,7 +188,7 @@ class Toolbox:
         ids: list[int] = self.tokenizer.encode(self._behind(answers), add_special_tokens=False)
         return ids[1:] if turn and ids and ids[0] == turn[-1] else ids
 
-    def _behind(self, answers: Sequence[tuple[ToolCall, str]]) -> str:
+    def _behind(self, answers: Answers) -> str:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
         chat += [{"role": "tool", "name": call.name, "content": text} for call, text in answers]
         try:
@@ -219,16 +219,21 @@ class Toolbox:
         if self.reader.framed(before, turn, answers) is None and _ANSWER not in self._behind(answers):
             raise ModelError(f"{self._whose} leaves out messages of role 'tool'; give the model one that has them.")
 
-    def ready(self, prompts: Batch, longest: int | None = None) -> Batch:
-        """Loads all, and returns the prompts of :meth:`described`.
+    def check_model(self) -> Toolbox:
+        """Checks that calls can be read and answers framed; returns itself.
 
         Raises:
-            DataError: as of :meth:`described`.
-            ModelError: the chat template cannot frame an answer, and the format does not do it either.
+            ModelError: the tokenizer does not fit the format, or the chat template cannot frame an answer, and the
+                format does not do it either.
         """
+        _ = self.reader
         if not isinstance(self.how, Framing):
             _ = self._frames
-        return self.described(prompts, longest)
+        return self
+
+    def ready(self, prompts: Batch, longest: int | None = None) -> Batch:
+        """Returns the prompts of :meth:`described` when all is loaded and checked."""
+        return self.check_model().described(prompts, longest)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[ToolCaller]:

@@ -121,7 +121,7 @@ class Prompts:
         config = self._config
         if self.problems is None or not self.settled:
             raise NotChecked("their length needs the data and the model's tokenizer")
-        schemas = toolbox_of(config).schemas if config.tools.offered else None
+        schemas = toolbox_of(config).check_model().schemas if config.tools.offered else None
         self._sources = load_prompts(config, *self.problems, schemas, self._chats)
         most = max(source.longest for source in self._sources)
         return f"up to {most:,} tokens (data.max_prompt_length={config.data.max_prompt_length})"
