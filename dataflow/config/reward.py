@@ -154,7 +154,9 @@ class CustomRewardConfig(Section):
     """The user's reward function, in place of the judge; verl's names."""
 
     path: Text | None = None
-    """Python file that defines it, or pkg:// and an installed module; null uses the judge."""
+    """Python file that defines it, or pkg:// and an installed module; null uses the judge.
+
+    verl's pkg://verl.utils.reward_score is stricter on GSM8K than pkg://dataflow.rewards.user.gsm8k (verl#7274)."""
     name: Text = "compute_score"
     """Function or class in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -24,6 +24,7 @@ from dataflow.importing.conversions import CONVERSIONS
 from dataflow.importing.facts import NoCounterpart
 from dataflow.importing.settings import Missing, Settings
 from dataflow.importing.values import MARK, Unknown, mark
+from dataflow.rewards.user.gsm8k import VERLS, VERLS_STRICT
 
 GRPO, PPO = "pipelines/gsm8k_grpo.py", "pipelines/ppo_critic.py"
 _SIMPLE = re.compile(r"[A-Za-z0-9_./+-]+")
@@ -170,6 +171,8 @@ class Imported:
             for each in converted:
                 ours = " ".join(f"{key}={_shown(value)}" for key, value in each.ours.items())
                 lines.append(f"#   {_comment(f'{each.key}={_shown(each.value)}: {ours} ({each.note})')}")
+        if self.overrides.get("custom_reward_function.path") == VERLS:
+            lines += ["#", f"# Rewards: {VERLS_STRICT}."]
         lines += ["#", f"# {_POLICY}", f"# Keys behind the script's name win over those below: {_AGAIN}"]
         lines += [f'set -- {_shell(line)} "$@"' for line in self._lines()]
         words = [f"dataflow run {shlex.quote(self.pipeline)}", *map(shlex.quote, self.arguments), '"$@"']

@@ -9,6 +9,7 @@ from typing import Any
 from dataflow.errors import ConfigError
 from dataflow.importing.facts import Conversion, NoCounterpart, Ours, gpus, whole_number
 from dataflow.importing.settings import Settings
+from dataflow.rewards.user.gsm8k import VERLS
 
 MODEL = "rm"
 """Name of the reward model that a launch of verl has, of which there is only one."""
@@ -29,7 +30,7 @@ def _reward_function(_key: str, _value: Any, settings: Settings) -> Ours:
     if settings.get(f"{_REWARD}.enable") or settings.get("reward.sandbox_fusion.url", marked=True):
         return {}
     return {
-        "custom_reward_function.path": "pkg://verl.utils.reward_score",
+        "custom_reward_function.path": VERLS,
         "custom_reward_function.name": "default_compute_score",
     }
 

@@ -157,7 +157,11 @@ class Variables:
             if isinstance(value, Unknown) and value.unset and unset is not None:
                 value = unset
             if isinstance(value, Unknown) and marked is not None:
-                name = value.variable if value.variable.isidentifier() else f"VALUE_{len(marked) + 1}"
+                name = (
+                    value.variable
+                    if value.variable.isidentifier()
+                    else f"VALUE_{1 + sum(each.startswith('VALUE_') for each in marked)}"
+                )
                 marked[name] = value
                 value = mark(name)
             if isinstance(value, Unknown):

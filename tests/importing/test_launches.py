@@ -17,6 +17,7 @@ from dataflow.errors import ConfigError
 from dataflow.importing.imported import Imported, as_text
 from dataflow.importing.settings import defaults, of_launch
 from dataflow.importing.source import import_launch
+from dataflow.rewards.user.gsm8k import VERLS_STRICT
 from pipelines import gsm8k_grpo, ppo_critic
 from tests.importing.launches import GRPO, PPO, PUBLISHED, RLOO, filled
 
@@ -70,6 +71,7 @@ def test_grpo(rows: Path) -> None:
     )
     assert config.custom_reward_function.path == "pkg://verl.utils.reward_score"
     assert config.custom_reward_function.name == "default_compute_score"
+    assert f"# Rewards: {VERLS_STRICT}.\n" in found.script()
     assert [each.key for each in found.lost] == ["trainer.max_actor_ckpt_to_keep"]
     assert {each.key for each in found.fine} >= {
         "actor_rollout_ref.ref.fsdp_config.param_offload",

@@ -21,6 +21,13 @@ _CHARACTERS = f"{_DIGITS},.$-\u2212"
 # "#### 12,34" is not a number: the match must not be followed by more digits.
 _MARKED = re.compile(rf"####[ \t]*({_NUMBER})(?![0-9]|[,.][0-9])")
 METHODS = ("strict", "flexible")
+VERLS = "pkg://verl.utils.reward_score"
+VERLS_STRICT = (
+    "verl's default_compute_score gives 0 to a right answer to GSM8K behind which 300 characters follow, and to "
+    "'#### 42.' and '#### $42' (verl#7274); custom_reward_function.path=pkg://dataflow.rewards.user.gsm8k "
+    "custom_reward_function.name=compute_score counts them"
+)
+"""What verl's own function does with the data source openai/gsm8k; its verl is 0.9.1."""
 
 
 def extract(text: str, method: str = "strict") -> str | None:

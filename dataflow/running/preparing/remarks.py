@@ -11,11 +11,12 @@ from dataflow.config.keys.effects import without_effect
 from dataflow.config.reward import Source, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.training.critic import CriticConfig
-from dataflow.data.rows import IMAGES
+from dataflow.data.rows import GSM8K, IMAGES
 from dataflow.errors import counted
 from dataflow.planning.auto.controller import LEAST_LEFT, MEASURED
 from dataflow.rewards.naming import MAIN, keyed
 from dataflow.rewards.user.function import CONTEXT, load_reward, takes
+from dataflow.rewards.user.gsm8k import VERLS, VERLS_STRICT
 from dataflow.running.preparing.toy import toy_settings
 from dataflow.running.services.hosting import engine_kind
 
@@ -37,7 +38,11 @@ def remarks(config: RunConfig, problems: tuple[Problems, Problems] | None, right
     settled = {"engine.rollout": engine_kind(config), "policy.max_staleness": stale}
     found = [*toy_settings(config), *without_effect(config, config.given_keys, agents, settled), *_of_steps(config)]
     found += [sentence for s in sources_of(config) if s.name in right for sentence in _of_function(s)]
-    return found if problems is None else found + list(_of_data(config, *problems))
+    if problems is None:
+        return found
+    sources = {row.get("data_source") for part in problems for row in part.rows}
+    found += [f"{VERLS_STRICT}." for s in sources_of(config) if s.custom.path == VERLS and GSM8K in sources]
+    return found + list(_of_data(config, *problems))
 
 
 def _of_steps(config: RunConfig) -> Iterator[str]:

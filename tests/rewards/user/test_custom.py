@@ -382,3 +382,7 @@ def test_an_installed_module_is_named_as_in_verl() -> None:
 def test_verls_own_function_scores() -> None:
     found = build_reward(load_reward("pkg://verl.utils.reward_score", "default_compute_score", None, {}), None, {})
     assert found("openai/gsm8k", "so #### 72", "72", {}) == 1.0
+    own = load_reward("pkg://dataflow.rewards.user.gsm8k")
+    for text in (f"#### 42\n{'x' * 300}", "#### 42.", "#### $42"):  # as from_verl.md and VERLS_STRICT say
+        assert found("openai/gsm8k", text, "42", {}) == 0.0
+        assert own(**{**FOUR, "solution_str": text, "ground_truth": "42"}) == 1.0

@@ -14,6 +14,7 @@ import pytest
 from dataflow.cli import main
 from dataflow.config.loading.saved import load
 from dataflow.errors import counted
+from dataflow.rewards.user.gsm8k import VERLS_STRICT
 from dataflow.running import dry as dry_run
 from dataflow.running.preparing import needs
 from dataflow.running.preparing.check import make_all
@@ -166,6 +167,14 @@ def test_held_out_problems_that_are_not_evaluated_are_counted(dry: Dry, tmp_path
     assert found["settings"] == "warning: data.val_size=900 has no effect: val.jsonl has 600 problems; leave it out."
     _code, found, _problems = dry("data.train=train.jsonl", "data.val_size=9", "data.image_key=pictures")
     assert found["data"] == "ok: train.jsonl: 40 rows; generated held-out problems: 9"
+
+
+@pytest.mark.heavy
+def test_what_verls_own_function_does_not_count_is_said_where_it_is_chosen(dry: Dry, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 40)
+    keys = ["data.train=train.jsonl", "val.every=0", "custom_reward_function.path=pkg://verl.utils.reward_score"]
+    _code, found, _problems = dry(*keys, "custom_reward_function.name=default_compute_score")
+    assert found["settings"] == f"warning: {VERLS_STRICT}."
 
 
 def test_evaluations_on_other_problems_than_those_trained_on_are_named(dry: Dry, tmp_path: Path) -> None:
