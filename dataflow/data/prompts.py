@@ -155,6 +155,7 @@ class PromptSource:
         self._labels = labels
         self._seed, self._shuffle, self._prompts = seed, data.shuffle, prompts
         self._uncounted: set[int] = set()
+        self._cut: set[int] = set()
         self._processor = processor
         self._meta = {DESCRIBED: True} if schemas else {}
         self._shows = [bool(row.get(IMAGES)) for row in rows]
@@ -320,6 +321,7 @@ class PromptSource:
                 f"(as have {len(long)} of {len(ids)}, the longest {least}{longest}); raise it, or set "
                 f"{cut}data.filter_overlong_prompts=true."
             )
+        self._cut.update(long)
         for i in long:
             ids[i] = np.array(truncate(ids[i].tolist(), limit, data.truncation), dtype=np.int32)
         return list(range(len(ids)))
@@ -335,7 +337,8 @@ class PromptSource:
             messages), ``prompt_ids`` (token ids, unpadded), ``data_source``, ``ground_truth`` and
             ``extra_info``; for a model that takes images also ``multi_modal_inputs``
             (:class:`~dataflow.data.shown.Shown`), and the messages of a prompt with images have parts
-            ``{"type": "image", "image": ...}`` with PIL's images, as verl's do.
+            ``{"type": "image", "image": ...}`` with PIL's images, as verl's do. Where ``data.truncation`` has cut a
+            prompt of the data, ``prompt_truncated`` says which.
 
         Raises:
             DataError: ``step`` is below 1.
@@ -362,7 +365,7 @@ class PromptSource:
         # A parquet file gives every row the keys of all rows, with None for missing values.
         extras = [_given(own_copy(row.get("extra_info") or {})) for row in rows]
         seen = [self._seen(row, self._origin[number]) for row, number in zip(rows, at, strict=True)]
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"prompt_truncated": [row in self._cut for row in at]} if self._cut else {}
         if self._processor is not None:
             # Pixels are made for each step anew: those of all rows would take more memory than the model.
             read = [self._processor.inputs(chat, pictures) for chat, pictures in seen]

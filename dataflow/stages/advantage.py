@@ -289,8 +289,10 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     for column, values in {"token_level_scores": scores, "token_level_rewards": rewards, **found}.items():
         data.batch[column] = values
     metrics = compute_data_metrics(data, use_critic="values" in estimator.needs)
-    # verl takes a response for cut off if it is as long as the longest possible one, also one that ended there.
+    # verl takes what is as long as the longest possible for cut off, also a response that ended there.
     clipped = dict.fromkeys((CLIP_RATIO, "response_length_non_aborted/clip_ratio"), float(cut_off(samples).mean()))
+    cut = "prompt_truncated" in samples and np.mean(samples["prompt_truncated"].astype(bool))
+    clipped["prompt_length/clip_ratio"] = float(cut)
     metrics |= {name: share for name, share in clipped.items() if np.isfinite(metrics[name])}
     # Means over no tokens are NaN, which would hide those of the step's other parts.
     task.log({name: value for name, value in metrics.items() if some or np.isfinite(value)})

@@ -463,6 +463,9 @@ def test_with_tools_a_prompt_is_measured_and_cut_as_it_will_be_asked(tokenizer, 
     batch = cut.all()
     assert max(map(len, batch["prompt_ids"])) == limit
     assert len(cut) == (len([n for n in lengths if n <= limit]) if how == "filter" else 40)
+    short = [length <= limit for length in lengths]
+    assert how == "filter" or list(batch["prompt_truncated"]) == [not fits for fits in short]
+    assert ("prompt_truncated" in batch) == (how != "filter")
     told = box.described(batch, limit)
     assert list(told["prompt_ids"]) == list(batch["prompt_ids"]), "what was measured is what is asked"
 

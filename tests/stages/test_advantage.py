@@ -87,6 +87,7 @@ def test_grpo_by_hand() -> None:
         "response_length/max": 5.0,
         "response_length/min": 1.0,
         "response_length/clip_ratio": 1 / 8,
+        "prompt_length/clip_ratio": 0,
     }
     assert {name: task.metrics[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
@@ -96,12 +97,13 @@ def test_a_length_is_that_of_the_models_own_tokens_and_a_response_is_cut_off_if_
     responses, rewards = step([[1.0, 0.0]], [[5, 4]])
     mask = responses["response_mask"].clone()
     mask[1, 1:3] = 0  # a tool's answer between two turns
-    more = {"response_mask": mask, "finish_reason": ["stop", "length"]}
+    more = {"response_mask": mask, "finish_reason": ["stop", "length"], "prompt_truncated": [True, False]}
     task = TaskInfo(step=1)
     advantage(responses.merge(responses.like(**more)), rewards, algorithm=options(), task=task)
     names = ("mean", "max", "min", "clip_ratio")
     assert [task.metrics[f"response_length/{name}"] for name in names] == [3.5, 5, 2, 0.5]
     assert [task.metrics[f"response_length_non_aborted/{name}"] for name in names] == [3.5, 5, 2, 0.5]
+    assert task.metrics["prompt_length/clip_ratio"] == 0.5
     assert (task.metrics["perf/response_tokens"], task.metrics["perf/total_num_tokens"]) == (7, 9 + 2 * P)
 
 
