@@ -20,7 +20,6 @@ BUSY = 1.0
 PASSING = {
     "429": Reply(status=429, headers={"Retry-After": str(int(BUSY))}, body='{"error": "busy"}'),
     "500": Reply(status=500, body="oops"),
-    "503": Reply(status=503, body="<html>overloaded</html>"),
     "closed": Reply(closes=True),
     "timeout": Reply(hangs=True),
 }
@@ -82,16 +81,32 @@ def test_nothing_is_sent_while_a_server_asks_for_a_pause(train: Trainer, judge: 
     assert record.metrics[1]["reward/throttled"] == 1
 
 
-@pytest.mark.parametrize("way", LASTING)
-def test_what_lasts_ends_the_run_by_default_and_names_the_sample(way: str, train: Trainer, judge: Judge) -> None:
+def test_what_lasts_is_never_a_score(train: Trainer, judge: Judge) -> None:
     """A judge that gives no score would be taken for one that gives 0, and the model be trained on it."""
-    judge.rule = lambda ask: LASTING[way] if ask.problem % 2 else verdict(ask)
+    ways = list(LASTING)
+
+    def rule(ask: Ask) -> float | Reply:
+        number = list(dict.fromkeys(a.text for a in list(judge.asked))).index(ask.text)
+        return LASTING[ways[number // 2]] if number % 2 and number // 2 < len(ways) else verdict(ask)
+
+    judge.rule = rule
+    record = train(*FAST, "reward.on_failure=drop_sample", MANY_MAY_FAIL, judge=judge)
+    failed = list(dict.fromkeys(ask.text for ask in judge.asked))[1 : 2 * len(ways) : 2]
+    assert (counted(record)["scored"], counted(record)["failed"]) == (16 - len(ways), len(ways))
+    left_out = [f"{row['prompt']}\n{row['response']}" for row in record.samples if row["kept"] is False]
+    assert sorted(left_out) == sorted(failed)
+    judged_alone(record)
+
+
+def test_a_failure_ends_the_run_by_default_and_names_the_sample(train: Trainer, judge: Judge) -> None:
+    """The data would be changed by a rule that nobody chose; or nobody could tell what failed, and why."""
+    judge.rule = lambda ask: LASTING["400"] if ask.problem % 2 else verdict(ask)
     record = train(*FAST, judge=judge, fails=True)
     assert "sample" in record.error
     assert "of step 1" in record.error
+    assert "400" in record.error
     assert record.summary["status"] == "failed"
     counted(record)
-    assert not any(task.stage == "actor_update" and task.facts.get("samples") == 16 for task in record.tasks)
 
 
 def test_tries_end(train: Trainer, judge: Judge) -> None:

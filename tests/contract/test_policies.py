@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import dataflow
-from dataflow import Batch, Carried, Latest, Pipeline, RewardAgent, Stage, stage
+from dataflow import Batch, Carried, Hosted, Latest, Pipeline, RewardAgent, Stage, stage
 from tests.contract.rig import Record
 
 pytestmark = pytest.mark.timeout(120)
@@ -126,20 +126,19 @@ def test_samples_are_exactly_as_old_as_the_policy_says(staleness: int, tmp_path:
 PRESETS = {"baseline": (1, 0), "mini-batch": (4, 0), "off-policy": (1, 1), "both": (4, 1)}
 
 
-@pytest.mark.parametrize("policy", PRESETS)
-def test_a_policy_by_its_name_overlaps_what_its_numbers_say(policy: str, tmp_path: Path) -> None:
+def test_a_policy_by_its_name_overlaps_what_its_numbers_say(tmp_path: Path) -> None:
     """The table of policies in the README would be wrong."""
-    split, staleness = PRESETS[policy]
-    toy = Toy(all_that_may_overlap(split, staleness, 4))
-    record = toy.run(tmp_path, f"policy={policy}", steps=4)
-    assert (record.summary["split"], record.summary["max_staleness"]) == (split, staleness)
-    assert toy.drawn_with == {s: MINI_BATCHES * max(0, s - 1 - staleness) for s in range(1, 5)}
-    # An update waits for the rewards of its part, and for no others.
-    for step, part in itertools.product(range(1, 5), range(MINI_BATCHES)):
-        collected = ("collect", step, part * split // MINI_BATCHES)
-        assert toy.done.index(collected) < toy.done.index(("update", step, part))
-        if ("collect", step, collected[2] + 1) in toy.done:
-            assert toy.done.index(("update", step, part)) < toy.done.index(("collect", step, collected[2] + 1))
+    for policy, (split, staleness) in PRESETS.items():
+        toy = Toy(all_that_may_overlap(split, staleness, 4))
+        record = toy.run(tmp_path, f"policy={policy}", steps=4)
+        assert (record.summary["split"], record.summary["max_staleness"]) == (split, staleness)
+        assert toy.drawn_with == {s: MINI_BATCHES * max(0, s - 1 - staleness) for s in range(1, 5)}
+        # An update waits for the rewards of its part, and for no others.
+        for step, update in itertools.product(range(1, 5), range(MINI_BATCHES)):
+            part = update * split // MINI_BATCHES
+            done = toy.done.index(("update", step, update))
+            assert toy.done.index(("collect", step, part)) < done, policy
+            assert part + 1 == split or done < toy.done.index(("collect", step, part + 1)), policy
 
 
 def test_auto_leaves_the_baseline_for_what_is_faster_and_stays_within_its_limit(tmp_path: Path) -> None:
@@ -212,6 +211,47 @@ def test_the_reward_agent_alone_gives_whole_groups_in_the_order_that_is_asked_fo
     for seed in range(3):
         assert asyncio.run(collected("index", seed)) == [(0, 1), (2, 3)] * 2
         assert asyncio.run(collected("arrival", seed))
+
+
+def test_a_streaming_rollout_has_its_groups_judged_while_it_samples(tmp_path: Path) -> None:
+    """The first rewards of a step would wait for its longest response."""
+    reward = Shuffled(0)
+    emitted: list[int] = []
+
+    @stage(writes="responses", on="gpu", role="samples", streams=True)
+    async def rollout(prompts, version: Carried, *, task):
+        drawn, size = samples(task.step), GROUPS // task.emits
+        for chunk in range(task.emits):
+            groups = range(chunk * size, (chunk + 1) * size)
+            task.emit(chunk, drawn.select(groups))
+            first = drawn.select(groups)["response_text"][0]
+            if task.emits > 1:
+                await until_(lambda first=first: first in reward.asked, "the judge, while the rollout samples")
+        emitted.append(task.emits)
+        return drawn
+
+    @stage(writes="ticket", on="controller", role="requests", per_chunk=True)
+    async def request(responses, *, agent, task):
+        return agent.submit(task.step, responses, more=task.parts > 1)
+
+    @stage(writes="rewards", on="reward", role="collects")
+    async def collect(ticket, *, agent, task):
+        return await agent.collect(task.step, k=task.take, order=task.order, last=task.last)
+
+    @stage(writes="version", on="gpu", role="trains", per_mini_batch=True)
+    def update(responses, rewards, version: Latest, *, task):
+        assert list(responses.ids) == list(rewards.ids)
+        assert list(rewards["score"]) == [float(text) for text in responses["response_text"]]
+        return task.step
+
+    agent = Hosted("reward", lambda: RewardAgent(reward), concurrent=True)
+    pipeline = Pipeline([rollout, request.bind(agent=agent), collect.bind(agent=agent), update], inputs=["prompts"])
+    keys = {"steps": 3, "groups": GROUPS, "mini_batches": 2, "inputs": {"prompts": lambda step: step}}
+    for policy in ("both+stream", "mini-batch+stream", "both"):
+        dataflow.run(pipeline, f"policy={policy}", runs=str(tmp_path), **keys)
+        assert min(emitted) > 1 if "stream" in policy else max(emitted) == 1
+        emitted.clear()
+    assert sorted(set(map(int, reward.asked))) == sorted(100 * step + n for step in (1, 2, 3) for n in range(16))
 
 
 def test_a_stage_that_needs_a_whole_step_is_not_split(tmp_path: Path) -> None:
