@@ -207,7 +207,7 @@ class AlgorithmConfig(Section):
     rollout_rs: Text | None = Field(default=None, examples=list(REJECTIONS))
     """Reject tokens (token_k1) or responses (seq_mean_k3) that are too unlikely now; several with commas."""
     rollout_rs_threshold: Threshold | None = None
-    """Bounds of what is kept: lower_upper of the ratio for k1, the largest divergence for k2 and k3."""
+    """Bounds of what is kept: lower_upper of rollout / trainer for k1, the largest divergence for k2 and k3."""
     bypass_mode: bool = False
     """Take the rollout's log-probs for the old ones, and leave out the pass that computes them."""
     bypass_loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
