@@ -69,26 +69,23 @@ def calculator(
 
 def _value(node: ast.expr) -> Number:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(node.value)  # type: ignore[arg-type]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _ONE:
-        return _ONE[type(node.op)](_value(node.operand))
-    if isinstance(node, ast.BinOp) and type(node.op) in _TWO:
+        value: Number = node.value  # type: ignore[assignment]
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _ONE:
+        value = _ONE[type(node.op)](_value(node.operand))
+    elif isinstance(node, ast.BinOp) and type(node.op) in _TWO:
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow):
-            _check_power(left, right)
-        return _bounded(_TWO[type(node.op)](left, right))
-    raise ValueError("only numbers, + - * / // % ** and parentheses can be worked out")
-
-
-def _check_power(base: Number, exponent: Number) -> None:
-    """Checks that a power is not too large, before it is computed."""
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > BITS:
-        raise ValueError("the result is too large")
-    if base < 0 and not float(exponent).is_integer():
+        # A power is checked before it is computed.
+        if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+            _check_size(left.bit_length() * abs(right))
+        value = _TWO[type(node.op)](left, right)
+    else:
+        raise ValueError("only numbers, + - * / // % ** and parentheses can be worked out")
+    if isinstance(value, complex):
         raise ValueError("a root of a negative number is not a real number")
-
-
-def _bounded(value: Number) -> Number:
-    if isinstance(value, int) and value.bit_length() > BITS:
-        raise ValueError("the result is too large")
+    _check_size(value.bit_length() if isinstance(value, int) else 0)
     return value
+
+
+def _check_size(bits: int) -> None:
+    if bits > BITS:
+        raise ValueError("the result is too large")

@@ -23,7 +23,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
-    id: str | None = field(default=None, repr=False)
+    id: str | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def of(name: Any, arguments: Any, given_id: str | None = None) -> ToolCall:

@@ -180,7 +180,10 @@ def _call(found: Any) -> ToolCall:
     """Returns a call that a renderer found, with an error unless it has all that was written in it."""
     call = ToolCall.of(found.name, found.arguments, found.id)
     raw, status = found.raw.strip(), found.status.value
-    left_open = raw.startswith("<function=") and raw.rfind("<parameter=") > raw.rfind("</parameter>")
+    left_open = any(
+        raw.rfind(f"<{tag}") > raw.rfind(f"</{tag}") and f"<{tag}" not in str(found.arguments)
+        for tag in ("parameter", "arg_value")
+    )
     if call.error is None and not left_open and status != "malformed_structure":
         return call
     if raw.startswith(("{", "[", '"')) or status == "invalid_json":

@@ -11,7 +11,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.usercode.load import load_file, pick
@@ -130,7 +130,7 @@ class Tool:
         for at, each in enumerate(self._from_model):
             default = ... if each.default is each.empty else each.default
             # Under names of our own, as pydantic reserves some, such as "copy" or "model_x".
-            fields[f"p{at}"] = (hints.get(each.name, Any), _field(default, each.name))
+            fields[f"p{at}"] = (hints.get(each.name, Any), Field(default, alias=each.name))
         return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
 
     @cached_property
@@ -166,12 +166,6 @@ class Tool:
             self.own.bind(**given)
         except TypeError as error:
             raise DataError(f"{where}: tool '{self.name}' cannot be called with its tools_kwargs ({error}).") from error
-
-
-def _field(default: Any, name: str) -> Any:
-    from pydantic import Field
-
-    return Field(default, alias=name)
 
 
 def _untitled(schema: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +217,41 @@ def test_xml_that_is_not_complete(text: str) -> None:
     if text.endswith("</tool_call>"):
         found = calls("qwen3.5", QWEN3, text + xml_call("2"))
         assert [call.error is None for call in found] == [False, True], "the next call is no part of its argument"
+
+
+def built(family: str) -> tuple[Any, Any]:
+    """Returns a tokenizer with the tags that a family's renderer asks for, and the renderer."""
+    from renderers import config_from_name, create_renderer
+
+    tags = list(TAGS)
+    while True:
+        tokenizer = tokenizer_of(tags)
+        try:
+            return tokenizer, create_renderer(tokenizer, config_from_name(family))
+        except (AssertionError, ValueError) as error:
+            (tag,) = re.findall(r"token (?:for )?'([^']+)'", str(error))
+            assert tag not in tags
+            tags.append(tag)
+
+
+def test_every_family_reads_what_it_writes_and_goes_on_from_what_was_sampled() -> None:
+    from renderers.base import MODEL_RENDERER_MAP
+
+    code = "x = '</think></tool_call>' + '<parameter=code>'"
+    call = {"type": "function", "id": "functions.run:0", "function": {"name": "run", "arguments": {"code": code}}}
+    user = {"role": "user", "content": "?"}
+    said = {"role": "assistant", "content": "So:", "reasoning_content": "Hm.", "tool_calls": [call]}
+    families = dict.fromkeys(MODEL_RENDERER_MAP.values())
+    # They load a vocabulary by the network, have no chat template, or leave out what was thought.
+    for family in families.keys() - {"gpt-oss", "deepseek-v4", "deepseek-r1"}:
+        tokenizer, renderer = built(family)
+        before = renderer.render_ids([user], tools=[SCHEMA], add_generation_prompt=True)
+        whole = renderer.render_ids([user, said], tools=[SCHEMA])
+        same = next(at for at, (one, other) in enumerate(zip([*before, -1], whole, strict=False)) if one != other)
+        reader = RendererReader(tokenizer, renderer, [SCHEMA])
+        (found,) = reader.calls(before, whole[same:])
+        assert found == ToolCall("run", {"code": code}), family
+        assert "42" in tokenizer.decode(reader.framed(before, whole[same:], [(found, "42")]) or []), family
 
 
 # --- which reader ----------------------------------------------------------------------------------------------------
