@@ -5,9 +5,11 @@ The page is one file that loads nothing. All text from a run passes through ``ht
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +38,19 @@ section.group p { margin: .2rem 0; }
 .samples { overflow-x: auto; }
 .samples td { white-space: normal; vertical-align: top; padding: .3rem .9rem .3rem 0; }
 .samples td.response { min-width: 20rem; }
+.samples th { cursor: pointer; }
+.bar { position: sticky; top: 0; z-index: 1; display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: baseline;
+  padding: .4rem 0; background: var(--paper); border-bottom: 1px solid var(--edge); }
+.bar :is(input, select) { font: inherit; }
+section.group { scroll-margin-top: 3rem; }
 </style>"""
-_MISSING = """<script>
-"use strict"
-const missing = document.getElementById("missing")
-function look() {
-  const name = location.hash.slice(1), found = /^step-(\\d+)-group-(\\d+)$/.exec(name)
-  missing.hidden = !found || document.getElementById(name) !== null
-  if (!missing.hidden) {
-    missing.textContent = "Step " + found[1] + ", group " + found[2] + " is not on this page. If it was kept, " +
-      "'dataflow samples RUN step=" + found[1] + " where=\\"group=" + found[2] + "\\"' shows it."
-  }
-}
-addEventListener("hashchange", look)
-look()
-</script>"""
+_BAR = """<form class="bar" onsubmit="return false">
+<label>search <input type="search" id="search" placeholder="words of any text" size="28"></label>
+<label>filter <input type="search" id="where" placeholder="score&lt;0.5 and explanation~wrong" size="38"></label>
+<label>sort <select id="sort"><option value="">as written</option></select></label>
+<label><input type="checkbox" id="falling"> largest first</label>
+<span id="count" role="status"></span>
+</form>"""
 
 
 def anchor(step: Any, group: Any) -> str:
@@ -104,8 +104,10 @@ def page(
         words.append(f"There is no room for {left_out} more; 'dataflow samples RUN step=N' shows those of a step.")
     head = f'<h1>{escape(title)}: samples</h1>\n<p class="headline">{" ".join(words)}</p>'
     missing = '<p class="note" role="status" id="missing" hidden></p>'
-    sections = [parts[key] for key in order if key in parts]
-    text = shell(f"{title}: samples", "\n".join([_STYLE, head, missing, *sections]), "\n" + _MISSING)
+    sections = ['<div id="groups">', *(parts[key] for key in order if key in parts), "</div>"]
+    script = (files("dataflow.samples") / "page.js").read_text(encoding="utf-8")
+    body = "\n".join([_STYLE, head, missing, _BAR, *sections])
+    text = shell(f"{title}: samples", body, f"\n<script>\n{script}</script>")
     with replaced(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -125,31 +127,36 @@ def _group(step: int, group: int, rows: Sequence[Row], kind: Kind) -> str:
     times = [value for row in rows if (value := number(row.get("latency_s"))) is not None]
     facts = [f"scores {min(scores):.3g} to {max(scores):.3g}"] if scores else []
     facts += [f"slowest request {max(times):.2f} s"] if times else []
-    facts += [f"from {escape(str(first['data_source']))}"] if first.get("data_source") else []
+    if first.get("data_source"):
+        facts.append(f'from <span data-name="data_source">{escape(str(first["data_source"]))}</span>')
     what = "evaluation of step" if kind == "val" else "step"
     parts = [f'<h3><a href="#{name}">{what} {step}, group {group}</a> <small>{", ".join(facts)}</small></h3>']
     if first.get("prompt") is not None:
-        parts.append(f'<pre class="prompt">{_cut(first["prompt"])}</pre>')
+        parts.append(f'<pre class="prompt" data-name="prompt">{_cut(first["prompt"])}</pre>')
     if first.get("ground_truth") is not None:
-        parts.append(f"<p><small>ground truth:</small> {_cut(first['ground_truth'])}</p>")
+        truth = f'<span data-name="ground_truth">{_cut(first["ground_truth"])}</span>'
+        parts.append(f"<p><small>ground truth:</small> {truth}</p>")
     columns = [c for c in dict.fromkeys(c for row in rows for c in row) if c not in _OWN]
     columns = [c for c in columns if any(row.get(c) not in (None, "", "{}", False) for row in rows)]
     body = "".join(_sample(row, columns) for row in rows)
-    cells = "".join(f"<th>{escape(c.replace('_', ' '))}</th>" for c in ("sample", "response", *columns))
+    heads = {escape(c): escape(c.replace("_", " ")) for c in ("sample", "response", *columns)}
+    cells = "".join(f'<th data-name="{column}">{words}</th>' for column, words in heads.items())
     table = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
     return f'<section class="group" id="{name}">{"".join(parts)}<div class="samples">{table}</div></section>'
 
 
 def _sample(row: Row, columns: Sequence[str]) -> str:
-    cells = "".join(f"<td>{_cell(row.get(column))}</td>" for column in columns)
+    cells = "".join(map(_cell, map(row.get, columns)))
     response = f'<td class="response"><pre>{_cut(row.get("response"))}</pre></td>'
     return f"<tr><td>{row['sample']}</td>{response}{cells}</tr>"
 
 
 def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return '<td data-value="">–</td>'
     if isinstance(value, float):
-        return f"{value:.4g}"
-    return "–" if value is None else f"<pre>{_cut(value)}</pre>" if isinstance(value, str) else escape(str(value))
+        return f'<td data-value="{json.dumps(value)}">{value:.4g}</td>'
+    return f"<td>{f'<pre>{_cut(value)}</pre>' if isinstance(value, str) else escape(str(value))}</td>"
 
 
 def _cut(value: Any) -> str:

@@ -49,7 +49,7 @@ _TIP = """<div style="max-width: 34em; font: 12px/1.45 system-ui, sans-serif">
 
 
 def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
-    """Returns the chart, the overview below it, and the widgets that filter them.
+    """Returns the chart, the overview below it, and below that the widgets that filter them.
 
     Args:
         sheet: the columns to draw.
@@ -95,7 +95,7 @@ def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
     # On a narrow screen the slider takes a line of its own.
     wrapped = InlineStyleSheet(css=":host { flex-wrap: wrap; }")
     layers = row(*switches, sizing_mode="stretch_width", stylesheets=[wrapped])
-    whole = column(stages, layers, main, overview, sizing_mode="stretch_width")
+    whole = column(main, overview, stages, layers, sizing_mode="stretch_width")
     named = {model.name: model for model in whole.references() if model.name}
     for name in _LATER:
         named[name].visible = False

@@ -137,6 +137,13 @@ def test_pointing_at_a_task_a_wait_or_a_request_says_what_is_known(opened: Open)
     assert "led to" in shown_text
 
 
+def test_the_chart_comes_before_its_buttons(opened: Open) -> None:
+    tab = opened(run())
+    top = "n => Bokeh.index.find_one_by_id(timeline.model(n).id).el.getBoundingClientRect().y"
+    tops = [tab.evaluate(top, name) for name in ("chart", "stages", "shown")]
+    assert tops == sorted(tops)
+
+
 def test_a_click_on_a_slow_group_opens_its_text(opened: Open, tmp_path: Path) -> None:
     trace = run()
     rows = [
@@ -318,7 +325,10 @@ def test_a_downtime_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> 
     tab.get_by_text(WHY).first.wait_for()
 
 
-INNERMOST = "((on) => { while (on.shadowRoot) on = on.shadowRoot.activeElement; return on })(document.activeElement)"
+INNERMOST = (
+    "((on) => { while (on.shadowRoot?.activeElement) on = on.shadowRoot.activeElement; return on })"
+    "(document.activeElement)"
+)
 """What has the focus, in whichever shadow tree."""
 RANGE = "[timeline.model('seconds-range').start, timeline.model('seconds-range').end]"
 
