@@ -15,6 +15,7 @@ from dataflow.executors.parts import Parts
 from dataflow.executors.restored import Restored
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
 from dataflow.scheduler import Scheduler
+from dataflow.signature.parts import of_step
 from dataflow.tasks.events import (
     Cancel,
     ChunkEmitted,
@@ -320,7 +321,7 @@ class Runner:
 
     def _report_step(self, step: int, metrics: Mapping[str, list[float]]) -> None:
         if self._on_step is not None:
-            self._on_step(step, {name: _reduce(name, numbers) for name, numbers in metrics.items()})
+            self._on_step(step, {name: of_step(name, numbers) for name, numbers in metrics.items()})
 
     def _start(self, instruction: Start) -> None:
         task = instruction.task
@@ -378,10 +379,3 @@ class Runner:
         running = None if after is None else after.id
         values = self._values
         return [Kept(item.field) if i == running else values[i.step][i, item.field] for i in item.sources]
-
-
-def _reduce(name: str, numbers: list[float]) -> float:
-    """Reduces the values that the parts of a step logged, by name as verl reduces metrics: max, min or mean."""
-    if "max" in name:
-        return max(numbers)
-    return min(numbers) if "min" in name.replace("mini", "") else sum(numbers) / len(numbers)

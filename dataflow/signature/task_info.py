@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dataflow.errors import DataflowError
+from dataflow.signature.parts import Part
 from dataflow.usercode.numeric import real_number
 
 RUNS_OWN = ("step", "timing_s/step")
@@ -57,7 +58,11 @@ class TaskInfo:
             self.on_emit(number, values)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step; values of several parts are averaged, or reduced by max or min if so named.
+        """Adds metrics to the step.
+
+        The tasks of a step may log the same ones. A :class:`~dataflow.signature.parts.Mean` is weighted by what it is
+        over, and a :class:`~dataflow.signature.parts.Sum` added up; other numbers are reduced by max or min if their
+        name ends so, and averaged otherwise.
 
         Raises:
             DataflowError: a value is not a number (arrays and tensors of one element are), or the name is the run's.
@@ -66,7 +71,7 @@ class TaskInfo:
             if name in RUNS_OWN:
                 raise DataflowError(f"stage '{self.stage}' logs '{name}', which the run itself logs; rename it.")
             try:
-                self.metrics[name] = value if type(value) is float else real_number(value)
+                self.metrics[name] = value if isinstance(value, Part) or type(value) is float else real_number(value)
             except ValueError as error:
                 raise DataflowError(f"stage '{self.stage}' logs {error} as metric '{name}'; log a number.") from error
 

@@ -10,7 +10,7 @@ float32 are divided by a standard deviation as small as they are: up to 0.9 for 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
+from dataflow.signature.parts import Mean, Part, Sum, by_name
 from dataflow.stages.rollout import CLIP_RATIO, cut_off, token_metrics
 from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
@@ -170,8 +171,7 @@ def _counting(data: Batch, estimator: Estimator) -> torch.Tensor:
 def _log_dropped(groups: np.ndarray, counts: torch.Tensor, task: TaskInfo) -> None:
     trained = len(np.unique(groups[counts.numpy()]))
     dropped = {"samples": int((~counts).sum()), "groups": len(np.unique(groups)) - trained}
-    # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
-    task.log({f"reward/dropped_{what}": float(n * task.parts) for what, n in dropped.items()})
+    task.log({f"reward/dropped_{what}": Sum(n) for what, n in dropped.items()})
 
 
 def _spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -294,8 +294,62 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     cut = "prompt_truncated" in samples and np.mean(samples["prompt_truncated"].astype(bool))
     clipped["prompt_length/clip_ratio"] = float(cut)
     metrics |= {name: share for name, share in clipped.items() if np.isfinite(metrics[name])}
+    metrics = _counted(metrics, data.batch, samples)
     # Means over no tokens are NaN, which would hide those of the step's other parts.
     task.log({name: value for name, value in metrics.items() if some or np.isfinite(value)})
+    return found
+
+
+class _ExplainedVariance(Part):
+    """The share of the variance of returns that values explain, as verl computes it.
+
+    Args:
+        of: number of tokens.
+        returns, rest: mean, and sum of squared distances from it, of the returns and of what the values miss of them.
+    """
+
+    def __new__(cls, of: int, returns: tuple[float, float], rest: tuple[float, float]) -> _ExplainedVariance:
+        degrees = max(1, of - 1)
+        found = super().__new__(cls, 1.0 - rest[1] / degrees / (returns[1] / degrees + 1e-5))
+        found.moments = of, returns, rest
+        return found
+
+    moments: tuple[int, tuple[float, float], tuple[float, float]]
+
+    def __getnewargs__(self) -> Any:
+        return self.moments
+
+    @classmethod
+    def whole(cls, parts: Sequence[_ExplainedVariance]) -> float:
+        count = np.array([part.moments[0] for part in parts])
+        pooled = []
+        for at in (1, 2):
+            mean, squares = np.array([part.moments[at] for part in parts]).T
+            centre = (mean * count).sum() / count.sum()
+            pooled.append((centre, float((squares + count * (mean - centre) ** 2).sum())))
+        return float(cls(int(count.sum()), *pooled))
+
+
+def _counted(metrics: Mapping[str, Any], data: Any, samples: Batch) -> dict[str, float]:
+    """Returns verl's metrics of a part with what each counts, and the mean score of each ``data_source``."""
+    mask = data["response_mask"].bool()
+    whole = data["response_length"] > 0  # verl leaves a response without tokens out of scores
+    of = dict.fromkeys(("advantages", "returns", "values"), int(mask.sum()))
+    of |= dict.fromkeys(("score", "rewards"), int(whole.sum()))
+    found = {}
+    for name, value in metrics.items():
+        counted = int(whole.sum()) if "non_aborted" in name else of.get(name.split("/")[1], len(samples))
+        found[name] = Mean(value, counted) if by_name(name) is None else float(value)
+    if "critic/vf_explained_var" in found and mask.any():
+        returns = data["returns"][mask].double()
+        rest = (data["returns"] - data["values"])[mask].double()
+        both = [(float(each.mean()), float(((each - each.mean()) ** 2).sum())) for each in (returns, rest)]
+        found["critic/vf_explained_var"] = _ExplainedVariance(len(returns), *both)
+    if "data_source" in samples:
+        scores, sources = data["token_level_scores"].sum(-1).numpy(), np.array(samples["data_source"], dtype=str)
+        for source in np.unique(sources[whole.numpy()]):
+            those = scores[whole.numpy() & (sources == source)]
+            found[f"critic/score/{source}/mean"] = Mean(those.mean(), len(those))
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataflow.batch import Batch
 from dataflow.engines.base import Teacher
 from dataflow.graph import TaskInfo, stage
+from dataflow.signature.parts import Mean
 from dataflow.stages.rollout import token_metrics
 from dataflow.stages.scoring.finite import check_finite
 
@@ -61,11 +62,11 @@ def distill_advantage(responses: Batch, old_log_probs: Batch, teacher_log_probs:
     for values, whose in ((data["teacher_log_probs"], "teacher"), (own, "student")):
         check_finite(values, f"the {whose}'s log-prob", responses, task, counts=mask)
     gain = (data["teacher_log_probs"] - own) * mask
-    tokens = mask.sum().clamp(min=1)
+    tokens = int(mask.sum())
     task.log(
         {
-            "distill/reverse_kl": float(-gain.sum() / tokens),
-            "distill/agreement": float((((gain >= 0) * mask).sum()) / tokens),
+            "distill/reverse_kl": Mean(float(-gain.sum()) / max(1, tokens), tokens),
+            "distill/agreement": Mean(float(((gain >= 0) * mask).sum()) / max(1, tokens), tokens),
         }
     )
     return responses.like(advantages=gain, returns=gain)

@@ -16,6 +16,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling, Writes
 from dataflow.errors import RunError
 from dataflow.graph import Carried, TaskInfo, stage
+from dataflow.signature.parts import Provisional, Sum
 from dataflow.stage import SAMPLED
 from dataflow.system import clock
 
@@ -58,7 +59,7 @@ async def rollout(
     samples = engine.generate(left, sampling, seed=(seed << 20) + task.step)
     responses = await emit_batches(prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
     task.log({"staleness/rollout": float(task.step - 1 - responses.meta["weights_version"])})
-    task.log(length_metrics(responses))
+    task.log({name: Provisional(value) for name, value in length_metrics(responses).items()})
     return responses
 
 
@@ -128,8 +129,7 @@ def token_metrics(responses: Batch, task: TaskInfo) -> dict[str, float]:
         return {}
     masks = {"perf/total_num_tokens": "attention_mask", "perf/response_tokens": "response_mask"}
     tokens = {name: int(responses.nonzero(mask).sum()) for name, mask in masks.items()}
-    # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
-    return {name: float(number * task.parts) for name, number in tokens.items()}
+    return {name: Sum(number) for name, number in tokens.items()}
 
 
 def not_emitted(prompts: Batch, task: TaskInfo) -> Batch:

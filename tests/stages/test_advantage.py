@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import ConfigError, DataError, DataflowError
 from dataflow.graph import TaskInfo
-from dataflow.runner import _reduce
+from dataflow.signature.parts import of_step
 from dataflow.stages.advantage import advantage, advantage_stage
 
 heavy = pytest.mark.heavy
@@ -401,7 +402,42 @@ def test_dropped_samples_add_up_over_the_parts_of_a_step(parts: int) -> None:
         advantage(part, rewards.select(part.ids), algorithm=options(), task=task)
         told.append(task.metrics)
     for name, expected in {"reward/dropped_samples": 12.0, "reward/dropped_groups": 2.0}.items():
-        assert _reduce(name, [metrics[name] for metrics in told]) == expected
+        assert of_step(name, [metrics[name] for metrics in told]) == expected
+
+
+@heavy
+@pytest.mark.parametrize("name", ["grpo", "gae"])
+@pytest.mark.parametrize("parts", [2, 3, 6])
+def test_the_metrics_of_a_step_in_parts_are_those_of_the_whole_step(name: str, parts: int) -> None:
+    draw, (responses, rewards) = np.random.default_rng(1), random_step()
+    sources = [("minerva", "openai/gsm8k", "maxwell")[row % 3] for row in range(len(responses))]
+    responses = responses.merge(responses.like(data_source=sources))
+    # Parts keep between none and all of their samples.
+    keep = (draw.random((6, 4)) < np.array([[1.0], [0.3], [0.0], [0.9], [0.6], [0.4]])).astype(int).tolist()
+    rewards = with_kept(rewards, keep)
+    algorithm = options(name, whiten="mini-batch")
+    stage = advantage_stage(algorithm)
+    more = [feed(name, responses)] if name in FED else []
+
+    def logged(count: int) -> dict[str, float]:
+        numbers: dict[str, list[float]] = {}
+        for i, part in enumerate(responses.split(count)):
+            task = TaskInfo(step=1, part=i, parts=count)
+            stage(part, *(each.select(part.ids) for each in (rewards, *more)), algorithm=algorithm, task=task)
+            for metric, value in pickle.loads(pickle.dumps(task.metrics)).items():
+                numbers.setdefault(metric, []).append(value)
+        return {metric: of_step(metric, values) for metric, values in numbers.items()}
+
+    whole, split = logged(1), logged(parts)
+    assert split == pytest.approx(whole, abs=1e-5)
+    kept = np.array(keep, dtype=bool).ravel()
+    if name == "grpo":
+        kept &= np.repeat(np.array(keep).sum(axis=1) >= 2, 4)
+    scores = rewards["score"].numpy()
+    assert split["critic/score/mean"] == pytest.approx(scores[kept].mean())
+    assert split["critic/score/minerva/mean"] == pytest.approx(scores[kept & (np.arange(24) % 3 == 0)].mean())
+    assert ("critic/vf_explained_var" in split) == (name == "gae")
+    assert len(split) > 30
 
 
 @heavy

@@ -12,7 +12,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
-from dataflow.runner import _reduce
+from dataflow.signature.parts import of_step
 from dataflow.stages.update import TrainedGroups, actor_update, critic_update, staleness, update_stage
 
 
@@ -146,7 +146,7 @@ def test_dropped_samples_train_with_an_empty_mask_and_skipped_updates_add_up():
     assert trainer.masks == masks
     assert [last for _, _, last in trainer.calls] == [False, False, True]
     assert actor.groups == frozenset(range(6))
-    assert _reduce("actor/skipped_updates", told) == 2
+    assert of_step("actor/skipped_updates", told) == 2
 
 
 class Skips(Trainer):

@@ -49,6 +49,7 @@ class VerlCritic(TrainedModel):
             threads=threads,
             shares_gpu=shares_gpu,
         )
+        self.loss_agg_mode = critic.loss_agg_mode
         self.worker.set_loss_fn(value_loss_of(critic))
 
     def values(self, batch: Batch) -> Batch:

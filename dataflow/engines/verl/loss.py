@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from dataflow.algorithms.losses import BYPASS
+from dataflow.engines.verl.measures import over_tokens
 from dataflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def loss_of(options: Any, algorithm: Any, response_length: int) -> Any:
     """
     from verl.workers.utils.losses import ppo_loss
 
-    return functools.partial(ppo_loss, config=actor_config(options, algorithm, response_length))
+    return over_tokens(functools.partial(ppo_loss, config=actor_config(options, algorithm, response_length)))
 
 
 def actor_config(options: Any, algorithm: Any, response_length: int) -> Any:
@@ -92,7 +93,7 @@ def value_loss_of(options: Any) -> Any:
         )
     except ValueError as error:
         raise ConfigError(f"critic: verl refuses it: {error}") from error
-    return functools.partial(value_loss, config=config)
+    return over_tokens(functools.partial(value_loss, config=config))
 
 
 def _correction(algorithm: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from tensordict import NonTensorData, TensorDict
+
+from dataflow.signature.parts import Mean, by_name
 
 
 def count_flops(rows: TensorDict, lengths: np.ndarray) -> None:
@@ -21,11 +23,16 @@ def count_flops(rows: TensorDict, lengths: np.ndarray) -> None:
     tu.assign_non_tensor(rows, global_token_num=NonTensorData(lengths.tolist()))
 
 
+_OF_UPDATES = ("lr", "grad_norm", "kl_coef")
+"""Metrics of an update as a whole, as are those of its machine."""
+_OF_LOSS = ("loss", "pg_loss", "vf_loss", "kl_loss", "entropy_loss", "entropy")
+
+
 def reduced(found: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Returns one float per metric, under verl's names, from the values of each rank and micro-batch.
 
     Args:
-        found: what verl's worker returned.
+        found: what verl's worker returned, with :func:`over_tokens`.
         prefix: of names without one, such as ``actor``.
     """
     from verl.utils.metric import Metric
@@ -42,5 +49,50 @@ def reduced(found: Mapping[str, Any], prefix: str) -> dict[str, float]:
             continue
         if isinstance(value, list) and isinstance(value[0], Metric):
             value = Metric.aggregate_dp(value)
-        metrics[name if "/" in name else f"{prefix}/{name}"] = float(np.mean(value))
+        metrics[name if "/" in name else f"{prefix}/{name}"] = float((by_name(name) or np.mean)(np.ravel(value)))
     return metrics
+
+
+def weighed(metrics: Mapping[str, float], rows: int, tokens: int, loss_agg_mode: str) -> dict[str, float]:
+    """Returns the metrics of an update with what each counts, so that the mean over a step's updates is over that.
+
+    Args:
+        metrics: of the update.
+        rows, tokens: that were trained on.
+        loss_agg_mode: of the loss: over tokens, or over sequences.
+    """
+    of_loss = tokens if loss_agg_mode == "token-mean" else rows
+    found = dict(metrics)
+    for name, value in metrics.items():
+        group, _, last = name.partition("/")
+        if group in ("actor", "critic", "rollout_corr") and last not in _OF_UPDATES and by_name(name) is None:
+            found[name] = Mean(value, of_loss if last in _OF_LOSS else tokens)
+    return found
+
+
+def over_tokens(loss: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Returns a loss of verl's whose metrics are means over the tokens of a mini-batch.
+
+    verl sums the losses of micro-batches and ranks, each divided by what the whole mini-batch counts, and takes the
+    mean of the means over each one's tokens for all else, such as ``pg_clipfrac``.
+
+    Args:
+        loss: with the arguments of verl's ``ppo_loss``.
+    """
+
+    def called(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
+        from verl.utils.metric import AggregationType, Metric
+
+        mask = data["response_mask"]
+        tokens = float((mask.values() if mask.is_nested else mask).sum())
+        share = tokens * data["dp_size"] / max(1.0, float(data["batch_num_tokens"]))
+        found, metrics = loss(model_output=model_output, data=data, dp_group=dp_group)
+        for name, value in metrics.items():
+            if name in _OF_UPDATES or (isinstance(value, Metric) and value.aggregation is not AggregationType.MEAN):
+                continue
+            number = value.aggregate() if isinstance(value, Metric) else value
+            reduces = by_name(name)
+            metrics[name] = Metric("sum", number * share) if reduces is None else Metric(reduces.__name__, number)
+        return found, metrics
+
+    return called

@@ -29,7 +29,7 @@ from dataflow.batch import Batch
 from dataflow.columns.packed import Packed
 from dataflow.columns.ragged import Ragged
 from dataflow.engines.verl.lora import has_adapter, merged
-from dataflow.engines.verl.measures import count_flops, reduced
+from dataflow.engines.verl.measures import count_flops, reduced, weighed
 from dataflow.engines.verl.rows import INPUTS, Spans, halves, inputs_of, jagged
 from dataflow.engines.verl.setup import value_engine, vision
 from dataflow.engines.verl.setup.options import Kind, skipped, worker_config
@@ -65,6 +65,8 @@ class TrainedModel:
 
     name: ClassVar[str]
     """Prefix of the names of its metrics."""
+    loss_agg_mode: str
+    """What its loss is a mean over."""
 
     def __init__(
         self,
@@ -221,7 +223,9 @@ class TrainedModel:
             found = tu.get(self.worker.train_batch(rows), "metrics")
         found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
         metrics = {f"{self.name}/lr": lr, **reduced(found, self.name), **more.result()}
-        return metrics if math.isfinite(metrics[f"{self.name}/grad_norm"]) else self._skipped(lr)
+        if not math.isfinite(metrics[f"{self.name}/grad_norm"]):
+            return self._skipped(lr)
+        return weighed(metrics, len(batch), int(batch.nonzero("response_mask").sum()), self.loss_agg_mode)
 
     def _infer(
         self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any

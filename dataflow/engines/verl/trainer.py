@@ -56,6 +56,7 @@ class VerlTrainer(TrainedModel):
         if algorithm.use_kl_loss and not reference:
             raise ConfigError("algorithm.use_kl_loss needs the reference: build the trainer with reference=True.")
         self.algorithm = algorithm
+        self.loss_agg_mode = algorithm.loss_agg_mode
         super().__init__(
             model,
             trainer,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.graph import Carried, TaskInfo, stage
+from dataflow.signature.parts import Provisional
 from dataflow.stages.rollout import VALIDATION_SEED, check_version, emit_batches, length_metrics, not_emitted
 from dataflow.usercode.copies import own_copy
 
@@ -82,7 +83,7 @@ async def conversation(
             "tools/turns": sum(responses["turns"]) / len(responses),
             "tools/calls": calls / len(responses),
             "tools/errors": sum(responses["tool_errors"]) / max(1, calls),
-            **length_metrics(responses),
+            **{name: Provisional(value) for name, value in length_metrics(responses).items()},
         }
     )
     return responses

@@ -16,6 +16,7 @@ import numpy as np
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, nearest
 from dataflow.graph import Read, Stage, TaskInfo
+from dataflow.signature.parts import Mean
 from dataflow.stages.reward import rewards_of
 from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
@@ -125,7 +126,8 @@ def combine(
     task.log({"reward/combined/indistinct": float(lost * task.parts)})
     if known.any():
         means["combined"] = score
-        task.log({f"reward/{name}/mean": float(values[known].mean()) for name, values in means.items()})
+        of = int(known.sum())
+        task.log({f"reward/{name}/mean": Mean(float(values[known].mean()), of) for name, values in means.items()})
     return Batch(first.groups, {**columns, "length_penalty": penalty, "score": score}, first.meta)
 
 

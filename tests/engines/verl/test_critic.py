@@ -152,6 +152,7 @@ def test_an_update_is_one_hand_written_adamw_step(make: Make, tiny_qwen: Path, m
         assert metrics["critic/vf_loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert metrics["critic/grad_norm"] == pytest.approx(norm.item(), abs=1e-4)
         assert metrics["critic/vf_clipfrac"] > 0, "the test must clip something"
+        assert metrics["critic/vpred_mean"] == pytest.approx(((predicted * mask).sum() / mask.sum()).item(), abs=1e-5)
         assert largest_difference(critic.weights(), dict(model.named_parameters())) < 1e-5
 
 

@@ -10,8 +10,8 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.graph import TaskInfo
-from dataflow.runner import _reduce
 from dataflow.running.reporting.throughput import throughput
+from dataflow.signature.parts import of_step
 from dataflow.stages.advantage import advantage
 
 heavy = pytest.mark.heavy
@@ -52,7 +52,7 @@ def logged(parts: int) -> dict[str, float]:
         advantage(responses.select(mine), rewards.select(mine), algorithm=AlgorithmConfig(), task=task)
         for name, value in task.metrics.items():
             numbers.setdefault(name, []).append(value)
-    return {name: _reduce(name, values) for name, values in numbers.items()} | {
+    return {name: of_step(name, values) for name, values in numbers.items()} | {
         f"timing_s/{name}": seconds for name, seconds in SECONDS.items()
     }
 

@@ -1,0 +1,94 @@
+"""Numbers of one part of a step that say what they count, so that those of all parts make the number of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+
+class Part(float):
+    """What one task logs of a metric of its step."""
+
+    @classmethod
+    def whole(cls, parts: Sequence[Self]) -> float:
+        """Returns the metric of the step, from those of its parts."""
+        raise NotImplementedError
+
+
+class Mean(Part):
+    """A mean over some samples or tokens of a step; that of the step counts each of them once.
+
+    >>> Mean.whole([Mean(1.0, of=3), Mean(0.0, of=1)])
+    0.75
+    """
+
+    def __new__(cls, value: float, of: float) -> Self:
+        """Args:
+        value: the mean.
+        of: how many it is over.
+        """
+        found = super().__new__(cls, value)
+        found.of = float(of)
+        return found
+
+    of: float
+
+    def __getnewargs__(self) -> Any:
+        return float(self), self.of
+
+    @classmethod
+    def whole(cls, parts: Sequence[Self]) -> float:
+        counted = [(float(part), part.of) for part in parts if part.of]
+        total = sum(of for _, of in counted)
+        return sum(value * of for value, of in counted) / total if counted else float(parts[0])
+
+
+class Sum(Part):
+    """A count of a part, such as its tokens; that of the step is the sum.
+
+    >>> Sum.whole([Sum(3), Sum(4)])
+    7.0
+    """
+
+    @classmethod
+    def whole(cls, parts: Sequence[Self]) -> float:
+        return float(sum(parts))
+
+
+class Provisional(Part):
+    """A number that counts only if no other task of the step logs the metric, such as one of fewer samples."""
+
+    @classmethod
+    def whole(cls, parts: Sequence[Self]) -> float:
+        return float(parts[-1])
+
+
+def of_step(name: str, numbers: Sequence[float]) -> float:
+    """Returns the metric of a step from what its tasks logged.
+
+    Args:
+        name: of the metric. As in verl, one whose last word has ``max`` or ``min`` in it is reduced by that, and any
+            other that does not say what it counts by the mean.
+        numbers: that were logged.
+
+    >>> of_step("staleness/max", [0.0, 1.0]), of_step("actor/lr", [1.0, 2.0])
+    (1.0, 1.5)
+    """
+    numbers = [each for each in numbers if not isinstance(each, Provisional)] or numbers
+    parts = [each for each in numbers if isinstance(each, Part)]
+    if parts:
+        return type(parts[0]).whole(parts)
+    reduces = by_name(name)
+    return float(reduces(numbers)) if reduces is not None else sum(numbers) / len(numbers)
+
+
+def by_name(name: str) -> Any:
+    """Returns ``max`` or ``min`` for a metric that is reduced by it, by the last word of its name, else None.
+
+    >>> by_name("critic/score/minerva/mean"), by_name("actor/mini_batches")
+    (None, None)
+    """
+    last = name.rsplit("/", 1)[-1]
+    if "max" in last:
+        return max
+    return min if "min" in last.replace("mini", "") else None
