@@ -29,7 +29,7 @@ def loss_of(options: Any, algorithm: Any, response_length: int) -> Any:
     """
     from verl.workers.utils.losses import ppo_loss
 
-    return over_tokens(functools.partial(ppo_loss, config=actor_config(options, algorithm, response_length)))
+    return functools.partial(over_tokens, ppo_loss, config=actor_config(options, algorithm, response_length))
 
 
 def actor_config(options: Any, algorithm: Any, response_length: int) -> Any:
@@ -93,7 +93,7 @@ def value_loss_of(options: Any) -> Any:
         )
     except ValueError as error:
         raise ConfigError(f"critic: verl refuses it: {error}") from error
-    return over_tokens(functools.partial(value_loss, config=config))
+    return functools.partial(over_tokens, value_loss, config=config)
 
 
 def _correction(algorithm: Any) -> Any:

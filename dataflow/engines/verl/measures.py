@@ -70,29 +70,28 @@ def weighed(metrics: Mapping[str, float], rows: int, tokens: int, loss_agg_mode:
     return found
 
 
-def over_tokens(loss: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Returns a loss of verl's whose metrics are means over the tokens of a mini-batch.
+def over_tokens(
+    loss: Callable[..., tuple[Any, dict[str, Any]]], *, data: TensorDict, **more: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Calls a loss of verl's, and makes its metrics means over the tokens of a mini-batch.
 
     verl sums the losses of micro-batches and ranks, each divided by what the whole mini-batch counts, and takes the
     mean of the means over each one's tokens for all else, such as ``pg_clipfrac``.
 
     Args:
-        loss: with the arguments of verl's ``ppo_loss``.
+        loss: verl's ``ppo_loss`` or ``value_loss``.
+        data: of the micro-batch.
+        more: other arguments of the loss.
     """
+    from verl.utils.metric import AggregationType, Metric
 
-    def called(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
-        from verl.utils.metric import AggregationType, Metric
-
-        mask = data["response_mask"]
-        tokens = float((mask.values() if mask.is_nested else mask).sum())
-        share = tokens * data["dp_size"] / max(1.0, float(data["batch_num_tokens"]))
-        found, metrics = loss(model_output=model_output, data=data, dp_group=dp_group)
-        for name, value in metrics.items():
-            if name in _OF_UPDATES or (isinstance(value, Metric) and value.aggregation is not AggregationType.MEAN):
-                continue
-            number = value.aggregate() if isinstance(value, Metric) else value
-            reduces = by_name(name)
-            metrics[name] = Metric("sum", number * share) if reduces is None else Metric(reduces.__name__, number)
-        return found, metrics
-
-    return called
+    mask = data["response_mask"]
+    tokens = float((mask.values() if mask.is_nested else mask).sum())
+    share = tokens * data["dp_size"] / max(1.0, float(data["batch_num_tokens"]))
+    found, metrics = loss(data=data, **more)
+    for name, value in metrics.items():
+        if name in _OF_UPDATES or (isinstance(value, Metric) and value.aggregation is not AggregationType.MEAN):
+            continue
+        number, reduces = value.aggregate() if isinstance(value, Metric) else value, by_name(name)
+        metrics[name] = Metric("sum", number * share) if reduces is None else Metric(reduces.__name__, number)
+    return found, metrics
