@@ -325,7 +325,7 @@ class Attempt:
         # The spans of the last steps include all of this one.
         shown = self._record.step(step, metrics, self._window)
         if step in self._record.evaluations and any(name.startswith("val-core/") for name in metrics):
-            self._progress.accuracy(step, self._record.evaluations[step])
+            self._progress.evaluation(step, self._record.evaluations[step], self._record.accurate[step])
         if shown is not None:
             self._progress.step(step, shown)
         if ended and self._auto is not None:

@@ -20,7 +20,14 @@ from dataflow.files import replaced, written
 from dataflow.running.remains import EARLIER, EVALUATIONS, summarise, total_so_far, written_by
 from dataflow.running.reporting.agent_totals import AgentTotals, Stats
 from dataflow.running.reporting.throughput import throughput
-from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
+from dataflow.running.reporting.tracking import (
+    METRICS,
+    Tracker,
+    evaluation_in,
+    read_metrics,
+    step_metrics,
+    write_summary,
+)
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.writer import TraceWriter
@@ -50,7 +57,8 @@ class Record:
     Attributes:
         trace: of training.
         before: trace of evaluations outside of the run's clock, which has a file of its own.
-        evaluations: accuracy by step; 0 is before training.
+        evaluations: mean score by step; 0 is before training.
+        accurate: by step, whether that is an accuracy.
         steps: the last step whose training has ended.
         summary: what summary.json holds, once it is known.
         digests: of the weights of further models than the actor, by service.
@@ -61,6 +69,7 @@ class Record:
         self.trace = self._growing({})
         self.before = Trace()
         self.evaluations: dict[int, float] = {}
+        self.accurate: dict[int, bool] = {}
         self.totals = AgentTotals()
         self.steps = 0
         self.summary: dict[str, Any] = {}
@@ -121,6 +130,7 @@ class Record:
         self.trace.add(*(m for m in old.marks if m.args.get("step", 0) <= step))
         self.trace.add(*(level for level in old.levels if level.at <= end))
         self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
+        self.accurate = {at: value for at, value in self.accurate.items() if at <= step}
         # A process that is killed later leaves the summary to its supervisor, which keeps one that exists.
         (self.directory / SUMMARY).unlink(missing_ok=True)
         recorded, self.steps, self.summary = self.steps, step, {}
@@ -256,9 +266,8 @@ class Record:
             )
 
     def _take(self, step: int, metrics: Mapping[str, float]) -> None:
-        scores = [value for name, value in metrics.items() if name.startswith("val-core/")]
-        if scores:
-            self.evaluations[step] = sum(scores) / len(scores)
+        if (found := evaluation_in(metrics)) is not None:
+            self.evaluations[step], self.accurate[step] = found
         self.totals.step(metrics)
         if "timing_s/step" in metrics:
             self.steps = max(self.steps, step)
@@ -272,7 +281,9 @@ class Record:
             stats: of the reward agents, where they can still be asked.
         """
         rewards = self.totals.counts((self.before, self.trace), stats)
-        self.summary = summarise(self.trace, self.steps, self.evaluations, rewards, self.total_s(total_s), digest)
+        accurate = all(self.accurate.values())
+        total = self.total_s(total_s)
+        self.summary = summarise(self.trace, self.steps, self.evaluations, accurate, rewards, total, digest)
         self.summary |= {f"{name}_weights_sha256": found for name, found in self.digests.items()}
 
     def total_s(self, own_s: float) -> float:

@@ -123,6 +123,7 @@ def summarise(
     trace: Trace,
     steps: int,
     evaluations: Mapping[int, float],
+    accurate: bool,
     rewards: Mapping[str, Any],
     total_s: float | None,
     digest: str | None = None,
@@ -132,7 +133,8 @@ def summarise(
     Args:
         trace: of the run; its meta has the policy, the seed and the status.
         steps: number of steps made.
-        evaluations: accuracy by step; 0 is before training.
+        evaluations: mean score by step; 0 is before training.
+        accurate: whether the scores say what is right and what is wrong, so that the mean is an accuracy.
         rewards: counts of the requests.
         total_s: seconds that the run's processes took.
         digest: of the weights.
@@ -142,6 +144,7 @@ def summarise(
     numbers = attribution.summary(trace)
     after = [evaluations[step] for step in sorted(evaluations) if step > 0]
     last = after[-LAST_EVALUATIONS:]
+    mean = "accuracy" if accurate else "score"
     found = {
         **{name: trace.meta.get(name) for name in _FACTS},
         **({"switches": switches} if (switches := trace.meta.get("switches")) else {}),
@@ -150,9 +153,9 @@ def summarise(
         "seed": trace.meta.get("seed"),
         "total_s": total_s,
         **{name: numbers.get(name) for name in _FIGURES},
-        "accuracy_before": evaluations.get(0),
-        "accuracy_after": last[-1] if last else None,
-        f"accuracy_mean_last_{LAST_EVALUATIONS}": sum(last) / len(last) if len(last) == LAST_EVALUATIONS else None,
+        f"{mean}_before": evaluations.get(0),
+        f"{mean}_after": last[-1] if last else None,
+        f"{mean}_mean_last_{LAST_EVALUATIONS}": sum(last) / len(last) if len(last) == LAST_EVALUATIONS else None,
         "evaluations": {str(step): evaluations[step] for step in sorted(evaluations)},
         "weights_sha256": digest,
         "rewards": dict(rewards),
@@ -171,7 +174,7 @@ def _absent(trace: Trace) -> set[str]:
 
 def _summary(directory: Path, status: str) -> dict[str, Any]:
     from dataflow.running.reporting.agent_totals import AgentTotals
-    from dataflow.running.reporting.tracking import METRICS, read_metrics
+    from dataflow.running.reporting.tracking import METRICS, evaluation_in, read_metrics
     from dataflow.system import clock
     from dataflow.timeline import perfetto
     from dataflow.timeline.spans import Trace
@@ -185,11 +188,11 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
     trace = traces[-1]
     trace.meta["status"] = status
     evaluations: dict[int, float] = {}
+    accurate: dict[int, bool] = {}
     done, totals = 0, AgentTotals()
     for row in read_metrics(directory / METRICS):
-        scores = [value for name, value in row.items() if name.startswith("val-core/") and value is not None]
-        if scores:
-            evaluations[row["step"]] = sum(scores) / len(scores)
+        if (found := evaluation_in(row)) is not None:
+            evaluations[row["step"]], accurate[row["step"]] = found
         totals.step({name: value for name, value in row.items() if value is not None})
         if "timing_s/step" in row:
             done = max(done, row["step"])
@@ -198,4 +201,4 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
         total_s: float | None = _processes_s(trace)
     else:
         total_s = clock.now() - config.stat().st_mtime if config.exists() else None
-    return summarise(trace, done, evaluations, totals.counts(traces), total_s)
+    return summarise(trace, done, evaluations, all(accurate.values()), totals.counts(traces), total_s)

@@ -11,7 +11,10 @@ import numpy as np
 
 from dataflow.batch import Batch
 from dataflow.graph import TaskInfo, stage
+from dataflow.signature.parts import Mean
 from dataflow.usercode.copies import own_copy
+
+SCORE, ACCURACY = "val-aux/score", "val-aux/accuracy"
 
 
 @stage(writes="val_scores", on="controller", role="validates")
@@ -73,6 +76,8 @@ def accuracies(scores: Batch) -> tuple[str, list[float]]:
 def mean_scores(responses: Batch, scores: Sequence[float], name: str = "reward") -> dict[str, float]:
     """Returns verl's ``val-core/<data_source>/<name>/mean@<n>``, where n is the number of responses per prompt.
 
+    With :data:`SCORE`, the mean over all samples, and :data:`ACCURACY`, the same where each score is 0 or 1.
+
     Args:
         responses: with the column ``data_source``.
         scores: of each row; NaN is left out of the means.
@@ -83,4 +88,9 @@ def mean_scores(responses: Batch, scores: Sequence[float], name: str = "reward")
     for source, score in zip(responses["data_source"], scores, strict=True):
         by_source.setdefault(str(source), []).append(score)
     known = {source: [score for score in found if not math.isnan(score)] for source, found in sorted(by_source.items())}
-    return {f"val-core/{source}/{name}/mean@{n}": sum(found) / len(found) for source, found in known.items() if found}
+    means = {f"val-core/{source}/{name}/mean@{n}": sum(found) / len(found) for source, found in known.items() if found}
+    every = [score for found in known.values() for score in found]
+    if not every:
+        return means
+    mean = Mean(sum(every) / len(every), len(every))
+    return {**means, SCORE: mean, **({ACCURACY: mean} if all(score in (0, 1) for score in every) else {})}

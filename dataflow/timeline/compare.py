@@ -15,12 +15,13 @@ from dataflow.files import decoded
 from dataflow.policy import PRESETS, STREAM
 from dataflow.timeline import files
 from dataflow.timeline.causes import attribution
-from dataflow.timeline.page.panel import BOUNDS, differ
+from dataflow.timeline.page.panel import BOUNDS, EVALUATED, differ, evaluated_in, mean_of
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
 
 Load = Callable[[str], Trace]
-_SHOWN = {"total_s", "lower_bound_s", "accuracy_before", "accuracy_after", "accuracy_mean_last_3"}
+_EVALUATED = tuple(f"{mean}_{when}" for mean in ("accuracy", "score") for when in EVALUATED)
+_SHOWN = {"total_s", "lower_bound_s", *_EVALUATED}
 """Keys of a summary that tables and pages show."""
 _HEAD = (
     "policy",
@@ -32,7 +33,6 @@ _HEAD = (
     "GPU busy",
     "exposed wait s",
     "lower bound s",
-    "accuracy",
 )
 
 
@@ -65,8 +65,8 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
         files.draw(traces, out, facts={row["policy"]: row for row in rows})
     if as_json:
         return json.dumps(rows, indent=1)
-    accurate = any(row["accuracy_after"] is not None for row in rows)
-    lines = [_HEAD if accurate else _HEAD[:-1]]
+    mean = [mean_of(rows)] if any(evaluated_in(row)[1]["after"] is not None for row in rows) else []
+    lines: list[Sequence[str]] = [(*_HEAD, *mean)]
     for row in rows:
         bound = row["lower_bound_s"]
         lines.append(
@@ -80,7 +80,7 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
                 f"{row['gpu_busy']:.0%}",
                 f"{row['exposed_wait_s']:.1f}",
                 "-" if bound is None else f"{bound:.1f}",
-                *([_accuracy(row)] if accurate else []),
+                *([_evaluated(row)] if mean else []),
             )
         )
     return table(lines) + "".join(_notes(rows)) + written(out)
@@ -103,8 +103,8 @@ def _notes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"\n{BOUNDS[0].lower()}{BOUNDS[1:]}"
 
 
-def _accuracy(row: dict[str, Any]) -> str:
-    before, after, mean = row["accuracy_before"], row["accuracy_after"], row["accuracy_mean_last_3"]
+def _evaluated(row: dict[str, Any]) -> str:
+    before, after, mean = evaluated_in(row)[1].values()
     if after is None:
         return "-"
     text = f"{after:.2f}" if before is None else f"{before:.2f} -> {after:.2f}"
@@ -126,9 +126,7 @@ def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, 
         "gpu_busy": numbers["gpu_busy_s"] / wall if wall else 0.0,
         "exposed_wait_s": numbers["exposed_wait_s"],
         "lower_bound_s": known.get("lower_bound_s", numbers.get("lower_bound_s")),
-        "accuracy_before": known.get("accuracy_before"),
-        "accuracy_after": known.get("accuracy_after"),
-        "accuracy_mean_last_3": known.get("accuracy_mean_last_3"),
+        **{name: known.get(name) for name in _EVALUATED},
     }
 
 

@@ -58,7 +58,7 @@ def draw(
         traces: by the names to show.
         out: the file; replaced atomically.
         title: of a page.
-        facts: of each run, for a page: ``accuracy_before`` and ``accuracy_after``.
+        facts: of each run, for a page, see :func:`dataflow.timeline.page.html.page`.
     """
     if Path(out).suffix.lower() == ".html":
         from dataflow.timeline.page.html import page

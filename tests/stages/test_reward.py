@@ -88,11 +88,12 @@ def test_validation_scores_by_source() -> None:
         assert task.metrics == {
             "val-core/openai/gsm8k/reward/mean@1": 3.0,
             "val-core/other/reward/mean@1": 9.0,
+            "val-aux/score": 5.0,
         }
         assert all(mark["validation"] and mark["step"] == 3 for mark in task.marks)
         many = TaskInfo(step=4)
         await val_score(responses([1, 2], n=3), agent=agent, task=many)
-        assert many.metrics == {"val-core/openai/gsm8k/reward/mean@3": 1.5}
+        assert many.metrics == {"val-core/openai/gsm8k/reward/mean@3": 1.5, "val-aux/score": 1.5}
         await agent.close()
 
     asyncio.run(body())

@@ -24,7 +24,16 @@ def test_a_rule_scores_each_response_and_logs_the_mean_by_source() -> None:
     batch = answers(["#### 4", "#### 5", "#### 4", "#### 4"], data_source=["a", "a", "b", "b"])
     scores = val_check(batch, compute_score=compute_score, task=task)
     assert scores["score"].tolist() == [1.0, 0.0, 1.0, 1.0]
-    assert task.metrics == {"val-core/a/reward/mean@2": 0.5, "val-core/b/reward/mean@2": 1.0}
+    right = {"val-aux/score": 0.75, "val-aux/accuracy": 0.75}
+    assert task.metrics == {"val-core/a/reward/mean@2": 0.5, "val-core/b/reward/mean@2": 1.0, **right}
+
+
+def test_sources_count_by_their_samples_and_a_mean_of_other_scores_is_no_accuracy() -> None:
+    batch = answers(["x"] * 4, n=1, data_source=["a", "b", "b", "b"])
+    found = mean_scores(batch, [1.0, 0.0, 0.0, 0.5])
+    assert found == pytest.approx(
+        {"val-core/a/reward/mean@1": 1.0, "val-core/b/reward/mean@1": 0.5 / 3, "val-aux/score": 1.5 / 4}
+    )
 
 
 def test_a_rule_that_changes_extra_info_changes_its_own_copy() -> None:
@@ -44,4 +53,4 @@ def test_a_rule_that_changes_extra_info_changes_its_own_copy() -> None:
 def test_scores_that_are_missing_are_left_out_of_the_means() -> None:
     batch = answers(["x"] * 4, data_source=["a", "a", "b", "b"])
     found = mean_scores(batch, [1.0, float("nan"), float("nan"), float("nan")])
-    assert found == {"val-core/a/reward/mean@2": pytest.approx(1.0)}
+    assert found == {"val-core/a/reward/mean@2": 1.0, "val-aux/score": 1.0, "val-aux/accuracy": 1.0}

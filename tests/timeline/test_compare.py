@@ -64,6 +64,21 @@ def test_the_last_accuracy_and_the_mean_of_the_last_three_go_by_their_names(
     assert "mean of the last 3 evaluations 0.604" in page
 
 
+@pytest.mark.slow
+def test_means_that_are_no_accuracies_are_called_scores(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"score_before": 1.0, "score_after": 7.5, "score_mean_last_3": 6.25}
+    (tmp_path / "both" / "summary.json").write_text(json.dumps(known))
+    assert main(["compare", *runs, "-o", str(tmp_path / "both.html")]) == 0
+    shown = capsys.readouterr().out
+    assert "1.00 -> 7.50 (mean of the last 3: 6.25)" in shown
+    assert shown.splitlines()[0].endswith("score")
+    page = (tmp_path / "both.html").read_text()
+    assert "mean of the last 3 evaluations 6.250" in page
+    assert "accuracy" not in page
+
+
 def test_runs_stand_in_the_order_of_the_policies_and_the_fastest_is_named(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

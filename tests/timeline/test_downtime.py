@@ -157,7 +157,7 @@ def test_the_critical_path_goes_on_over_the_gap() -> None:
 
 
 def test_the_summary_says_that_it_was_resumed() -> None:
-    made = summarise(resumed(), 3, {}, {}, 60.0)
+    made = summarise(resumed(), 3, {}, True, {}, 60.0)
     assert (made["resumed"], made["not_running_s"]) == ([2], KILLED_S)
     assert made["wall_s"] == pytest.approx(39)
     assert pool_waits(resumed()) == pytest.approx(made["exposed_wait_by_cause"])

@@ -49,7 +49,7 @@ class Progress:
         self._task: Any = None
         self._warm: Any = None
         self._steps = 0
-        self._accuracy = ""
+        self._evaluated = ""
 
     def warm_up(self, done: int, total: int) -> None:
         """Shows the tiny model's supervised warm-up, which happens once."""
@@ -132,16 +132,17 @@ class Progress:
             line = Text(facts(stats, self._metrics), no_wrap=True, overflow="ellipsis")
             self._live.update(Group(self._bar, picture(shown, self._console.width), line))
 
-    def accuracy(self, step: int, value: float) -> None:
+    def evaluation(self, step: int, value: float, accurate: bool) -> None:
         """Call when the evaluation of a step ends (0: before training); later steps may have ended before."""
-        self._accuracy = f"accuracy {value:.3f} ({f'step {step}' if step else 'before'})"
+        mean = f"{'accuracy' if accurate else 'score'} {value:.3f}"
+        self._evaluated = f"{mean} ({f'step {step}' if step else 'before'})"
         if self._bar is not None:
             self._bar.update(self._task, facts=self._facts())
         elif not self._console.is_terminal:
-            self._console.print(f"evaluation {f'of step {step}' if step else 'before training'}: accuracy {value:.3f}")
+            self._console.print(f"evaluation {f'of step {step}' if step else 'before training'}: {mean}")
 
     def _facts(self) -> str:
-        return "  ".join(filter(None, (self._line(self._metrics, _SHORT), self._accuracy)))
+        return "  ".join(filter(None, (self._line(self._metrics, _SHORT), self._evaluated)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Call when the training of a step ends."""
@@ -168,16 +169,18 @@ def end_table(summary: dict[str, Any]) -> str:
     Args:
         summary: the content of its summary.json.
     """
+    from dataflow.timeline.page.panel import evaluated_in
     from dataflow.timeline.text import table
 
     wall = summary["wall_s"]
     rows = [("policy", summary["policy"]), ("steps", str(summary["steps"]))]
-    if summary.get("accuracy_before") is not None:
-        rows.append(("accuracy before", f"{summary['accuracy_before']:.3f}"))
-    if summary.get("accuracy_after") is not None:
-        rows.append(("accuracy after", f"{summary['accuracy_after']:.3f} (evaluation of step {_last_of(summary)})"))
-    if summary.get("accuracy_mean_last_3") is not None:
-        rows.append(("", f"{summary['accuracy_mean_last_3']:.3f} (mean of the last 3 evaluations)"))
+    mean, evaluated = evaluated_in(summary)
+    if evaluated["before"] is not None:
+        rows.append((f"{mean} before", f"{evaluated['before']:.3f}"))
+    if evaluated["after"] is not None:
+        rows.append((f"{mean} after", f"{evaluated['after']:.3f} (evaluation of step {_last_of(summary)})"))
+    if evaluated["mean_last_3"] is not None:
+        rows.append(("", f"{evaluated['mean_last_3']:.3f} (mean of the last 3 evaluations)"))
     rows += [
         ("time in all", f"{summary['total_s']:.1f} s (with start, evaluations and end)"),
         ("training", f"{wall:.1f} s" + (f" ({summary['step_s']:.2f} s a step)" if summary["step_s"] else "")),

@@ -146,6 +146,21 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def evaluation_in(metrics: Mapping[str, float | None]) -> tuple[float, bool] | None:
+    """Returns the mean score of an evaluation, and whether it is an accuracy; None of a row without an evaluation.
+
+    Args:
+        metrics: of a row. Stages of a user's own may log ``val-core/*`` alone, each of which counts alike then.
+    """
+    scores = [value for name, value in metrics.items() if name.startswith("val-core/") and value is not None]
+    if not scores:
+        return None
+    from dataflow.stages.validate import ACCURACY, SCORE
+
+    mean = metrics.get(SCORE)
+    return sum(scores) / len(scores) if mean is None else mean, metrics.get(ACCURACY) is not None
+
+
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
     """Writes a summary as JSON; the file is replaced atomically.
 

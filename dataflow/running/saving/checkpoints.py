@@ -29,7 +29,7 @@ from loguru import logger
 
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import replaced
-from dataflow.running.reporting.tracking import METRICS, read_metrics
+from dataflow.running.reporting.tracking import METRICS, evaluation_in, read_metrics
 from dataflow.running.saving.manifest import Manifest, Torn, read_manifest, sync, write_manifest
 from dataflow.usercode.pickling import dump
 
@@ -93,7 +93,7 @@ class CheckpointStore:
     Args:
         directory: of the checkpoints, in the run's; made with the first one.
         keep_last: newest checkpoints to keep, at least 1.
-        keep_best: checkpoints to keep whose steps have the highest mean of ``val-core/`` metrics.
+        keep_best: checkpoints to keep whose steps have the highest mean score in evaluations.
         keep_every: also keep those of each step that it divides; 0 for none.
     """
 
@@ -267,12 +267,11 @@ class CheckpointStore:
         return kept | {step for step in steps if self.keep_every and step % self.keep_every == 0}
 
     def _scores(self) -> dict[int, float]:
-        """Returns the mean of the validation metrics of each step that has any."""
-        found: dict[int, dict[str, float]] = {}
+        """Returns the mean score of the evaluation of each step that has one."""
+        rows: dict[int, dict[str, float]] = {}
         for row in read_metrics(self.directory.parent / METRICS):
-            scores = {name: value for name, value in row.items() if name.startswith("val-core/") and value is not None}
-            found.setdefault(row["step"], {}).update(scores)
-        return {step: sum(scores.values()) / len(scores) for step, scores in found.items() if scores}
+            rows.setdefault(row["step"], {}).update((name, value) for name, value in row.items() if value is not None)
+        return {step: found[0] for step, row in rows.items() if (found := evaluation_in(row)) is not None}
 
     def _set_aside(self, step: int) -> bool:
         """Makes room for a checkpoint whose step has one already; returns False if that is the only whole one."""

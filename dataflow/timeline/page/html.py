@@ -47,7 +47,7 @@ def page(
         traces: one run, or several by name; the others are compared with the first.
         path: file name ending in ``.html``, replaced atomically. The same traces give the same file.
         title: over the whole page; the names of the runs by default.
-        facts: run -> facts that its trace does not contain: ``accuracy_before`` and ``accuracy_after``, and
+        facts: run -> facts that its trace does not contain: its evaluations (``score_after``), and
             ``samples``, the address of the page of its samples.
 
     Raises:

@@ -5,7 +5,7 @@ All text from a trace passes through ``html.escape``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -53,6 +53,8 @@ def differ(bounds: Sequence[float]) -> bool:
     return len(bounds) > 1 and max(bounds) > 1.01 * min(bounds)
 
 
+EVALUATED = ("before", "after", "mean_last_3")
+"""Figures of evaluations in a summary, behind ``accuracy_`` or, where it is none, ``score_``."""
 Numbers = Mapping[str, Any]
 """The result of :func:`dataflow.timeline.causes.attribution.summary` for a run."""
 
@@ -64,8 +66,8 @@ def compared(
     whole = {name: of["step_s"] for name, of in numbers.items() if of["step_s"]}  # the others have no whole step
     first = next(iter(whole), None)
     head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound"]
-    accuracies = [_accuracy(facts.get(name, {})) for name in numbers]
-    accurate = any(shown != "–" for shown in accuracies)
+    evaluated = [_evaluated(facts.get(name, {})) for name in numbers]
+    mean = [mean_of(facts.values())] if any(shown != "–" for shown in evaluated) else []
     best = min(whole, key=lambda name: whole[name]) if len(whole) > 1 else None
     rows: list[list[str]] = []
     for name, of in numbers.items():
@@ -81,12 +83,12 @@ def compared(
             _meter(busy),
             f"{seconds(of['exposed_wait_s'])} <small>{of['exposed_wait_s'] / wall if wall else 0:.0%}</small>",
             "–" if bound is None else seconds(bound),
-            *([accuracies[len(rows)]] if accurate else []),
+            *([evaluated[len(rows)]] if mean else []),
         ])  # fmt: skip
     looks = ["best" if name == best else "" for name in numbers]
     bounds = [of["lower_bound_s"] for of in numbers.values() if of.get("lower_bound_s")]
     why = f'<p class="hint">{escape(BOUNDS)}</p>' if differ(bounds) else ""
-    return f'<section class="compared">{table([*head, *["accuracy"] * accurate], rows, looks)}{why}</section>'
+    return f'<section class="compared">{table([*head, *mean], rows, looks)}{why}</section>'
 
 
 def _status(trace: Trace) -> str:
@@ -98,12 +100,27 @@ def _class(status: str) -> str:
     return status if status in _STATUS else "other"
 
 
-def _accuracy(facts: Mapping[str, Any]) -> str:
-    before, after = facts.get("accuracy_before"), facts.get("accuracy_after")
+def evaluated_in(facts: Mapping[str, Any]) -> tuple[str, dict[str, float | None]]:
+    """Returns what the mean of an evaluation is, ``accuracy`` or ``score``, and its figures of a summary.
+
+    Args:
+        facts: of a summary.
+    """
+    mean = "score" if any(facts.get(f"score_{when}") is not None for when in EVALUATED) else "accuracy"
+    return mean, {when: facts.get(f"{mean}_{when}") for when in EVALUATED}
+
+
+def mean_of(facts: Iterable[Mapping[str, Any]]) -> str:
+    """Returns what the means of several runs are: accuracies, if they are of all that have any."""
+    return "score" if any(evaluated_in(each)[0] == "score" for each in facts) else "accuracy"
+
+
+def _evaluated(facts: Mapping[str, Any]) -> str:
+    _, evaluated = evaluated_in(facts)
+    before, after, mean = evaluated["before"], evaluated["after"], evaluated["mean_last_3"]
     if after is None:
         return "–"
     text = f"{after:.3f}" if before is None else f"{before:.3f} → {after:.3f}"
-    mean = facts.get("accuracy_mean_last_3")
     return text if mean is None else f"{text} <small>mean of the last 3 evaluations {mean:.3f}</small>"
 
 
@@ -158,7 +175,7 @@ def panel(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     Args:
         trace: of the run.
         numbers: its summary.
-        facts: from its summary.json: ``accuracy_before``, ``accuracy_after``, ``accuracy_mean_last_3``, ``total_s``;
+        facts: from its summary.json: :data:`EVALUATED` of ``accuracy_`` or ``score_``, ``total_s``;
             ``samples``, the address of the page of its samples.
     """
     parts = [
@@ -201,8 +218,8 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
         service = numbers["reward_service_s"]
         by = "the reward requests at full concurrency" if service >= numbers["gpu_busy_s"] else "the GPUs' own work"
         rows.append(["lower bound", f"{seconds(bound)} <small>{by}</small>"])
-    if (accuracy := _accuracy(facts)) != "–":
-        rows.append(["accuracy", accuracy])
+    if (evaluated := _evaluated(facts)) != "–":
+        rows.append([mean_of([facts]), evaluated])
     agents = agents_of(trace)
     for agent in agents:
         asked = [m for m in trace.marks if m.resource == agent and not m.args.get("validation")]

@@ -304,7 +304,7 @@ def test_rollout_correction_weighs_tokens_by_how_stale_they_are(make: Make, tiny
     metrics = make(tiny_qwen, rollout_is="token").update(corrected(older), last=True)
     assert task.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.6487, abs=1e-3)
     assert metrics["actor/pg_loss"] == pytest.approx(1.6487 * plain["actor/pg_loss"], abs=1e-4)
-    assert all(type(value) is float for value in metrics.values())
+    assert all(isinstance(value, float) for value in metrics.values())
 
 
 def test_with_bypass_mode_the_rollout_s_log_probs_are_the_old_ones(make: Make, tiny_qwen: Path) -> None:

@@ -30,15 +30,15 @@ def screen(terminal: bool) -> tuple[Progress, io.StringIO]:
 def test_off_a_terminal_a_step_is_a_plain_line() -> None:
     progress, file = screen(terminal=False)
     progress.start(20)
-    progress.accuracy(0, 0.25)
+    progress.evaluation(0, 0.25, True)
     progress.show(steps(3), [], {"running": 3}, 100)
     progress.step(7, METRICS)
-    progress.accuracy(6, 0.875)
+    progress.evaluation(6, 0.875, False)
     progress.stop()
     assert file.getvalue() == (
         "evaluation before training: accuracy 0.250\n"
         "step 7/20  reward 0.50  p95 0.75 s  2 tried again  exposed wait 1.25 s  staleness 1\n"
-        "evaluation of step 6: accuracy 0.875\n"
+        "evaluation of step 6: score 0.875\n"
     )
 
 
@@ -51,11 +51,11 @@ def test_what_has_started_is_shown_on_a_terminal_alone() -> None:
 
 def test_on_a_terminal_a_late_evaluation_is_shown_when_it_ends() -> None:
     progress, file = screen(terminal=True)
-    progress.accuracy(0, 0.25)
+    progress.evaluation(0, 0.25, True)
     progress.start(20)
     progress.step(20, METRICS)
     before = len(file.getvalue())
-    progress.accuracy(20, 0.875)
+    progress.evaluation(20, 0.875, True)
     progress.stop()
     assert "accuracy 0.875 (step 20)" in file.getvalue()[before:]
 
