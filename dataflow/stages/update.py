@@ -13,6 +13,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Critic, Trainer
 from dataflow.errors import RunError, counted
 from dataflow.graph import Latest, Stage, TaskInfo, stage
+from dataflow.signature.parts import Sum
 from dataflow.stages.log_prob import bypassing
 
 
@@ -63,8 +64,7 @@ class TrainedGroups:
             RunError: as many were.
         """
         missed = metrics.get(f"{name}/skipped_updates", 0.0)
-        # A step's metric is the mean over its updates; multiplied by their number, the sum.
-        task.log({**metrics, f"{name}/skipped_updates": task.parts * missed})
+        task.log({**metrics, f"{name}/skipped_updates": Sum(missed)})
         if (skipped := self.skipped + 1 if missed else 0) < most:
             return replace(self, skipped=skipped)
         why = "their gradients are not finite; lower the learning rate or the scores, or take other weights"

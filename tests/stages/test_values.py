@@ -67,7 +67,7 @@ def test_the_critic_trains_each_group_once() -> None:
 
 def test_dropped_samples_train_no_critic() -> None:
     toy, batch = Toy(), samples(0, 1)
-    for mask, told in ([[1, 1, 0], [0, 0, 0]], 0.0), ([[0, 0, 0], [0, 0, 0]], 3.0):
+    for mask, told in ([[1, 1, 0], [0, 0, 0]], 0.0), ([[0, 0, 0], [0, 0, 0]], 1.0):
         toy.calls.clear()
         task = TaskInfo(1, "critic_update", 0, 3)
         dropped = gains(batch, response_mask=torch.tensor(mask))

@@ -53,12 +53,15 @@ def reduced(found: Mapping[str, Any], prefix: str) -> dict[str, float]:
     return metrics
 
 
-def weighed(metrics: Mapping[str, float], rows: int, tokens: int, loss_agg_mode: str) -> dict[str, float]:
+def weighed(
+    metrics: Mapping[str, float], rows: int, tokens: int, seconds: float, loss_agg_mode: str
+) -> dict[str, float]:
     """Returns the metrics of an update with what each counts, so that the mean over a step's updates is over that.
 
     Args:
         metrics: of the update.
         rows, tokens: that were trained on.
+        seconds: that the update took.
         loss_agg_mode: of the loss: over tokens, or over sequences.
     """
     of_loss = tokens if loss_agg_mode == "token-mean" else rows
@@ -67,6 +70,8 @@ def weighed(metrics: Mapping[str, float], rows: int, tokens: int, loss_agg_mode:
         group, _, last = name.partition("/")
         if group in ("actor", "critic", "rollout_corr") and last not in _OF_UPDATES and by_name(name) is None:
             found[name] = Mean(value, of_loss if last in _OF_LOSS else tokens)
+        elif name.startswith("perf/mfu/"):
+            found[name] = Mean(value, seconds)
     return found
 
 

@@ -36,6 +36,7 @@ from dataflow.engines.verl.setup.options import Kind, skipped, worker_config
 from dataflow.engines.verl.setup.process import import_worker, join, quiet
 from dataflow.engines.verl.state import TrainerState
 from dataflow.errors import ConfigError, DataflowError
+from dataflow.system import clock
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -218,6 +219,7 @@ class TrainedModel:
         tu.assign_non_tensor(rows, update_lr_scheduler=last, **options)
         if self.counts_flops:
             count_flops(rows, lengths)
+        began = clock.now()
         with self._left_free():
             more = self._aside.submit(lambda: {**self._imbalance(lengths, slots), **beside()})
             found = tu.get(self.worker.train_batch(rows), "metrics")
@@ -225,7 +227,8 @@ class TrainedModel:
         metrics = {f"{self.name}/lr": lr, **reduced(found, self.name), **more.result()}
         if not math.isfinite(metrics[f"{self.name}/grad_norm"]):
             return self._skipped(lr)
-        return weighed(metrics, len(batch), int(batch.nonzero("response_mask").sum()), self.loss_agg_mode)
+        tokens = int(batch.nonzero("response_mask").sum())
+        return weighed(metrics, len(batch), tokens, clock.now() - began, self.loss_agg_mode)
 
     def _infer(
         self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any

@@ -16,7 +16,7 @@ import numpy as np
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, nearest
 from dataflow.graph import Read, Stage, TaskInfo
-from dataflow.signature.parts import Mean
+from dataflow.signature.parts import Mean, Sum
 from dataflow.stages.reward import rewards_of
 from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
@@ -122,8 +122,7 @@ def combine(
     known = columns["kept"] if "kept" in columns else torch.ones(len(score), dtype=torch.bool)
     check_finite(score, "the combined score", first, task, counts=known, most=LARGEST_SCORE)
     lost = _lost(torch.stack(parts)[:, known].numpy(), score[known].numpy(), first.groups[known.numpy()])
-    # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
-    task.log({"reward/combined/indistinct": float(lost * task.parts)})
+    task.log({"reward/combined/indistinct": Sum(lost)})
     if known.any():
         means["combined"] = score
         of = int(known.sum())
