@@ -24,7 +24,7 @@ def picture(red: int, wide: int) -> dict[str, bytes]:
     return {"bytes": file.getvalue()}
 
 
-def row(text: str, *images: dict[str, bytes]) -> dict[str, Any]:
+def row(text: str, *images: dict[str, Any]) -> dict[str, Any]:
     facts = {"data_source": "s", "reward_model": {"ground_truth": "1"}, "extra_info": {"index": 0}}
     return {"prompt": [{"role": "user", "content": text}], **facts, **({"images": list(images)} if images else {})}
 

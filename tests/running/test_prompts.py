@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from dataflow.config.run import RunConfig
 from dataflow.data.prompts import Problems
 from dataflow.errors import ConfigError, DataError
-from dataflow.running.preparing.prompts import check_images, check_truths
+from dataflow.running.preparing.prompts import check_images, check_same, check_truths
 from pipelines import distill, ppo_critic
 
 
@@ -97,6 +98,35 @@ def test_held_out_problems_that_the_manager_cannot_score_are_refused_if_the_run_
     else:
         with pytest.raises(DataError, match=message):
             check_truths(config, train, val)
+
+
+@pytest.mark.parametrize(
+    ("changed", "allow", "message"),
+    [
+        (
+            "model.path",
+            (),
+            "^model.path=m: its tokenizer, chat template and configuration are not those that the run 'r'",
+        ),
+        ("data.train", (), "^data.train=a.jsonl: its rows are not those"),
+        ("data.train", ("data.val", "model"), "^data.train=a.jsonl: its rows .* allow it with resume.allow=.data.[.]$"),
+        ("data.val token ids", (), "^data.val=null: its token ids are not those"),
+        ("data.val token ids", ("data.val",), None),
+        ("model.path", ("model.path",), None),
+        ("model.path", ("data",), None),
+    ],
+)
+def test_a_run_is_resumed_with_the_data_that_it_was_begun_with(
+    changed: str, allow: tuple[str, ...], message: str | None
+) -> None:
+    sections = {"data": {"train": "a.jsonl"}, "model": {"path": "m"}, "resume": {"allow": list(allow)}}
+    config = RunConfig.model_validate(sections)
+    names = ("model.path", "data.train", "data.train token ids", "data.val", "data.val token ids")
+    before = dict.fromkeys(names, "1")
+    check_same(before, before, config, Path("r"))
+    check_same({}, before, config, Path("r"))  # a run of an earlier version has none
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_same(before, {**before, changed: "2"}, config, Path("r"))
 
 
 def test_held_out_rows_that_are_not_evaluated_are_not_checked() -> None:

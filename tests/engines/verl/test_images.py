@@ -23,7 +23,7 @@ from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import check_files, check_weights
 from dataflow.models.processor import Processor
 from dataflow.models.tiny_vision import write_tiny_vision
-from tests.engines.images import ROWS, R, by_transformers, row, source
+from tests.engines.images import ROWS, R, by_transformers, picture, row, source
 from tests.rigs.ranks import RankHost, free_ports
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
@@ -138,6 +138,19 @@ def test_rows_of_equal_length_are_scored_as_others_are(model: Path, trainer: Ver
     old = trainer.old_log_probs(batch)["old_log_probs"]
     assert torch.allclose(old, batch["rollout_log_probs"], atol=1e-4)
     trainer.update(batch.merge(batch.like(old_log_probs=old, advantages=torch.ones(2, R))), last=True)
+
+
+def test_another_picture_in_the_same_file_is_other_data(model: Path, tmp_path: Path) -> None:
+    found = []
+    for red in (10, 10, 200):
+        (tmp_path / "a.png").write_bytes(picture(red, 60)["bytes"])
+        content, tokens = source(model, [row("<image> What is it?", {"path": str(tmp_path / "a.png")})]).digests()
+        found.append((content, tokens))
+    assert found[0] == found[1]
+    assert (found[2][0] != found[1][0], found[2][1] == found[1][1]) == (True, True)
+    assert (
+        source(model, ROWS[:1]).digests()[0] != source(model, [row("<image> What is it?", picture(1, 60))]).digests()[0]
+    )
 
 
 def test_what_the_model_cannot_be_shown_is_one_sentence(model: Path, tmp_path: Path) -> None:
