@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from collections.abc import Mapping
 
@@ -24,10 +25,14 @@ class StepSeconds(Costs):
     Args:
         graph: whose tasks run.
         seconds: by stage.
+        capacity: groups whose rewards come at once to a collecting stage, earlier steps first; None for any number.
     """
 
-    def __init__(self, graph: TaskGraph, seconds: Mapping[str, float]) -> None:
+    def __init__(self, graph: TaskGraph, seconds: Mapping[str, float], capacity: int | None = None) -> None:
         self._seconds = seconds
+        self._capacity = capacity
+        self._busy: dict[str, list[float]] = {}
+        self._ends: dict[tuple[str, int], list[float]] = {}
         self._groups = graph.groups or 1
         self._requests = {s.name for s in graph.pipeline.with_role("requests")}
         self._requested: dict[int, float] = {}
@@ -38,6 +43,9 @@ class StepSeconds(Costs):
         seconds = self._seconds[i.stage]
         if stage.collects:
             chosen = groups_by_index(task, self._groups)
+            if self._capacity is not None:
+                ends = self._served(i.stage, i.step, self._requested.get(i.step, now), self._capacity)
+                return End(max(now, *(ends[group] for group in chosen)), groups=chosen)
             if self._requests:
                 return End(max(now, self._requested[i.step] + seconds * (i.part + 1) / i.parts), groups=chosen)
             return End(now + seconds / i.parts, groups=chosen)
@@ -46,20 +54,33 @@ class StepSeconds(Costs):
             self._requested.setdefault(i.step, end)
         return End(end, chunks=chunks_of(task, self._groups, now, end))
 
+    def _served(self, stage: str, step: int, at: float, capacity: int) -> list[float]:
+        """Returns when the rewards of each group of a step are there, which are asked for all at once."""
+        if (stage, step) not in self._ends:
+            busy = self._busy.setdefault(stage, [0.0] * capacity)
+            each = self._seconds[stage] / math.ceil(self._groups / capacity)  # alone, a step takes its seconds
+            ends = self._ends[stage, step] = []
+            for _ in range(self._groups):
+                ends.append(max(at, busy[0]) + each)
+                heapq.heapreplace(busy, ends[-1])
+        return self._ends[stage, step]
 
-def simulate(graph: TaskGraph, costs: Costs | Mapping[str, float]) -> Trace:
+
+def simulate(graph: TaskGraph, costs: Costs | Mapping[str, float], capacity: int | None = None) -> Trace:
     """Runs a task graph on the virtual clock, without calling any stage.
 
     Args:
         graph: of :func:`dataflow.expand`.
         costs: seconds of each stage in one step, all its tasks together; for a stage that collects rewards, the seconds
-            from the request to the last reward. Or an object that gives the end of each task.
+            from the request to the last reward of a step alone. Or an object that gives the end of each task.
+        capacity: groups whose rewards the service computes at once, so that steps wait for each other; None for any
+            number.
 
     Returns:
         The trace, in seconds from the first task.
 
     Raises:
-        ConfigError: a stage has no seconds or wrong ones, or there is no such stage.
+        ConfigError: a stage has no seconds or wrong ones, there is no such stage, or the capacity is none.
 
     >>> from dataflow import Pipeline, expand, preset, stage
     >>> @stage(writes="text", on="gpu")
@@ -69,6 +90,10 @@ def simulate(graph: TaskGraph, costs: Costs | Mapping[str, float]) -> Trace:
     6.0
     """
     pipeline = graph.pipeline
+    if capacity is not None and (isinstance(costs, Costs) or type(capacity) is not int or capacity < 1):
+        raise ConfigError(
+            f"simulate: capacity={capacity!r}: give a whole number of at least 1, beside the seconds of each stage."
+        )
     if not isinstance(costs, Costs):
         if not isinstance(costs, Mapping):
             raise ConfigError(f"simulate: costs is {kind_of(costs)}; give the seconds of each stage by name, or Costs.")
@@ -79,7 +104,7 @@ def simulate(graph: TaskGraph, costs: Costs | Mapping[str, float]) -> Trace:
             raise ConfigError(f"simulate: there is no stage '{unknown[0]}'{nearest(unknown[0], names) or '.'}")
         for name in names:
             _check_seconds(name, costs[name])
-        costs = StepSeconds(graph, costs)
+        costs = StepSeconds(graph, costs, capacity)
     trace = Trace(meta={"resources": dict(pipeline.resources), "steps": graph.steps, "status": "finished"})
     trace.meta["job"] = {"pipeline": pipeline.facts()}
     inputs = dict.fromkeys(pipeline.inputs, lambda _step: None)

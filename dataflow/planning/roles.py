@@ -24,12 +24,15 @@ class Roles:
     beside: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, pipeline: Pipeline) -> Roles:
+    def of(cls, pipeline: Pipeline, asks_itself: bool = False) -> Roles:
         """Returns the roles of a pipeline's stages; a validation is scored on the resource that collects rewards.
 
-        A collecting stage to which nothing sends requests is no agent: it takes its measured time.
+        A collecting stage to which nothing sends requests is no agent: it takes its measured time, unless it is said to
+        ask a service itself (``asks_itself``).
         """
         collector, asking = pipeline.collector, pipeline.with_role("requests")
+        if collector is not None and not asking and asks_itself:
+            return cls(None, collector.name, None)
         if collector is None or not asking:
             return cls(asking[0].name if asking else None, None, None)
         of = {s.name: next((r.name for r in asking if _feeds(r, s)), None) for s in pipeline.collectors}

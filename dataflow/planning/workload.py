@@ -93,8 +93,7 @@ class Workload:
         source: the file or directory it was read from.
         pipeline: its stages; their functions are never called.
         steps: to train.
-        prompts, responses: prompt groups in a step, and samples in a group.
-        mini_batches: optimizer steps in a step.
+        prompts, responses, mini_batches: groups in a step, samples in a group, and optimizer steps in a step.
         times: of each stage that takes time.
         rewards: the reward service; of several agents, that of the one whose groups form the parts.
         beside: the services of the other agents, by the stage that collects their rewards.
@@ -103,6 +102,7 @@ class Workload:
         ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
         uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
         assumptions: sentences on values that the source does not contain.
+        asks_itself: the collecting stage asks the reward service, as no stage of the role requests does.
         ran_with: the source's own reward service, as keys; "" for costs by hand.
         logged: the source's own run; None if its time is not known.
         loop: the source's own run, where that differs: keys change what is planned, and verl's loop stops for
@@ -125,6 +125,7 @@ class Workload:
     ends: tuple[float, ...] = ()
     uncounted: bool = False
     assumptions: tuple[str, ...] = ()
+    asks_itself: bool = False
     ran_with: str = ""
     logged: Logged | None = None
     loop: Workload | None = None
@@ -134,7 +135,7 @@ class Workload:
     @cached_property
     def roles(self) -> Roles:
         """The stages that use the reward service."""
-        return Roles.of(self.pipeline)
+        return Roles.of(self.pipeline, self.asks_itself)
 
     @property
     def measured_steps(self) -> int:

@@ -83,7 +83,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     if config.agents and validation is not None and not validation.overlap:
         raise ConfigError("agents: with validation.overlap=false a plan has one reward agent; leave one of them out.")
     pipeline, beside = _with_agents(pipeline, config, path)
-    given = given_times(config, TIMED, lambda text, what: distribution_of(text, what, path))
+    given = given_times(config, TIMED, parse=lambda text, what: distribution_of(text, what, path))
     times = {name: time for name, time in given.items() if name in pipeline.by_name}
     assumed = [
         f"stages.{name} is not used: {'validation' if name == 'val_rollout' else 'checkpoint'}.every is not given."

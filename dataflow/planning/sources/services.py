@@ -168,22 +168,19 @@ def check_models(trace: Trace, config: PlanConfig, source: str) -> None:
         raise ConfigError(f"reward.models.{unknown[0]}: the run of {source} has no reward model of this name{guess}")
 
 
-def refuse_keys(plan: AgentPlan, pipeline: Pipeline, source: str) -> None:
-    """Rejects keys of the reward service where no stage sends it requests: they would have no effect.
+def check_keys(config: PlanConfig, pipeline: Pipeline, source: str) -> None:
+    """Checks the keys of the reward service where no stage sends it requests.
 
     Raises:
-        ConfigError: such a key was given.
+        ConfigError: no stage collects rewards, or the keys do not say what the stage that does would ask.
     """
-    given = [key for key in AgentPlan.model_fields if getattr(plan, key) != AgentPlan.model_fields[key].default]
+    given = sorted(config.reward.model_fields_set - {"models"})
     if not given:
         return
-    why = f"the run of {source} collects no rewards"
-    if (collector := pipeline.collector) is not None:
-        why = (
-            f"no stage of the role requests feeds '{collector.name}' in the run of {source}, so that it takes its "
-            "measured time"
-        )
-    raise ConfigError(f"reward.{given[0]}: {why}; leave it out.")
+    if (collector := pipeline.collector) is None:
+        raise ConfigError(f"reward.{given[0]}: the run of {source} collects no rewards; leave it out.")
+    why = f"'{collector.name}' asks for its rewards itself, and the trace has the time of the whole stage alone: "
+    config.need(source, {"reward.latency": "uniform:1:4", "reward.concurrency": 64}, why=why)
 
 
 def _asked(trace: Trace, agent: str) -> list[Mark]:

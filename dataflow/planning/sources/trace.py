@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, DataError, counted
 from dataflow.graph import Pipeline
-from dataflow.planning.config import PlanConfig
+from dataflow.planning.config import LogPlan, PlanConfig, RewardPlan
 from dataflow.planning.planner import name_of
-from dataflow.planning.rewards import Validation
+from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.roles import Roles
 from dataflow.planning.sources.services import (
+    check_keys,
     check_models,
     further_services,
-    refuse_keys,
     service_of,
     taken,
     validation_latency,
@@ -40,7 +41,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     file = path / "trace.json" if path.is_dir() else path
     trace = perfetto.read(file)
     planned = of_trace(trace, str(path), config)
-    own = PlanConfig(seed=config.seed)
+    own = PlanConfig(seed=config.seed, log=config.log)
     if config.model_copy(update={"policy": None}) == own:
         return planned
     # What is to be compared with the trace is the run as it was, without what the keys change.
@@ -76,9 +77,11 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         pipeline = _repeated(pipeline, "saves", "checkpoint", config.checkpoint.every, trace, source)
     if config.validation.every is not None:
         pipeline = _repeated(pipeline, "validates", "validation", config.validation.every, trace, source)
-    roles = Roles.of(pipeline)
-    if roles.collect is None:
-        refuse_keys(config.reward, pipeline, source)
+    # A collecting stage that asks for its rewards itself takes its measured time, unless the keys say what it asks.
+    asks_itself = Roles.of(pipeline).collect is None and config.reward != RewardPlan(models=config.reward.models)
+    roles = Roles.of(pipeline, asks_itself)
+    if roles.collect is None or asks_itself:
+        check_keys(config, pipeline, source)
     steps = config.steps or trace.trained[1]
     assumed: list[str] = []
     beside = further_services(trace, pipeline, roles, config, assumed)
@@ -96,12 +99,16 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         )
     if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
         raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
-    times |= given_times(config, [s.name for s in pipeline.stages if s.name not in waits])
+    times |= given_times(config, [s.name for s in pipeline.stages if s.name not in waits], waits)
     collector = pipeline.collector
     agent = collector.on if collector is not None else "reward"
     spread = bool(config.balance_batch)
     check_models(trace, config, source)
     own, known = service_of(trace, agent, (None, roles.collect), spread)
+    if roles.collect is not None and not known and not asks_itself:
+        own = _unrecorded(own, config, source, roles.collect)
+    elif config.log != LogPlan():
+        refuse_log(config, f"the trace of {source}", "says what it was")
     rewards = changed(own, config.reward, "reward")
     rewards = with_servers(trace, agent, rewards, config, config.reward, assumed)
     assumed[:0] = [
@@ -120,6 +127,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         measured = config.reward.latency is None and rewards.servers is None
         latency = validation_latency(trace, agent) if measured else None
         validation = Validation(optional.every, samples, config.validation.pool, latency=latency)
+    said_by = agent if known else "log" if config.log.concurrency else ""
     dispatch = _dispatch(trace)
     if config.dispatch is not None:
         dispatch = dict.fromkeys(pipeline.by_name, config.dispatch)
@@ -145,10 +153,23 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         dispatch_s=dispatch,
         ends=ends,
         assumptions=tuple(assumed),
-        ran_with=f"{agent}.concurrency={own.concurrency}" if roles.collect else "",
+        asks_itself=asks_itself,
+        ran_with=f"{said_by}.concurrency={own.concurrency}" if said_by else "",
         logged=_logged(trace, int(job["mini_batches"])),
         seed=config.seed,
     )
+
+
+def _unrecorded(own: Rewards, config: PlanConfig, source: str, collect: str) -> Rewards:
+    """Returns the service of a run whose own judge was asked by its stages, so that the trace has no request.
+
+    Raises:
+        ConfigError: what it ran with is not said.
+    """
+    why = f"the trace has no reward request, as the run's own stages asked for those of '{collect}': "
+    latency, concurrency = config.need(source, {"log.latency": "uniform:1:4", "log.concurrency": 64}, why=why)
+    given = parse_distribution(latency, "log.latency")
+    return replace(own, latency=given, concurrency=concurrency, rpm=config.log.rpm or own.rpm)
 
 
 def policy_of(facts: Mapping[str, Any]) -> SchedulingPolicy:
@@ -177,7 +198,8 @@ def _origin(pipeline: Pipeline, roles: Roles, known: int, given: bool) -> str:
     if roles.collect is None and pipeline.collector is not None:
         return (
             f"stage times are those of the run; no stage of the role requests feeds '{pipeline.collector.name}', so it "
-            "takes its measured time, the same share for each sample."
+            "takes its measured time, the same share for each sample, however many steps ask at once (reward.latency "
+            "and reward.concurrency say what it asks)."
         )
     if given:
         return "stage times are those of the run, and the latency of rewards is that of reward.latency."
@@ -209,7 +231,6 @@ def _refuse(config: PlanConfig, source: str) -> None:
     Raises:
         ConfigError: such a key was given.
     """
-    refuse_log(config, f"the trace of {source}", "says what it was")
     held = {"prompts": config.prompts, "responses": config.responses, "validation.samples": config.validation.samples}
     if given := [key for key, value in held.items() if value is not None]:
         raise ConfigError(

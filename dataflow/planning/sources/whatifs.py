@@ -28,18 +28,25 @@ def changed(rewards: Rewards, plan: AgentPlan, key: str) -> Rewards:
     return replace(rewards, concurrency=concurrency, rpm=rpm, agent=plan.agent)
 
 
-def given_times(config: PlanConfig, stages: Collection[str], parse: Parse = parse_distribution) -> dict[str, Modelled]:
+def given_times(
+    config: PlanConfig, stages: Collection[str], waits: Collection[str | None] = (), parse: Parse = parse_distribution
+) -> dict[str, Modelled]:
     """Returns the time of each stage that a key gives.
 
     Args:
         config: with the keys ``stages.NAME``.
         stages: names of those that take time of their own.
+        waits: names of those that wait for a reward service.
         parse: reads a distribution.
 
     Raises:
         ConfigError: there is no such stage, or a time is none.
     """
     for name in config.stages:
+        if name in waits:
+            raise ConfigError(
+                f"stages.{name}: it waits for its rewards; give reward.latency and reward.concurrency in its place."
+            )
         if name not in stages:
             guess = nearest(name, stages) or f"; stages: {', '.join(stages)}."
             raise ConfigError(f"stages.{name}: no stage has that name{guess}")

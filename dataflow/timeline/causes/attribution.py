@@ -185,6 +185,13 @@ def pool_waits(
     return by_cause
 
 
+def _work_s(trace: Trace, resource: str) -> float:
+    """Returns the seconds of all training tasks on a resource, one after the other."""
+    return sum(
+        s.end - s.begin for s in trace.spans if s.resource == resource and s.stage not in trace.with_role("validates")
+    )
+
+
 def summary(trace: Trace) -> dict[str, Any]:
     """Returns the run's numbers, JSON-able; times in seconds.
 
@@ -196,8 +203,9 @@ def summary(trace: Trace) -> dict[str, Any]:
         (idle time of the GPUs in it), ``gpu_busy_s``, ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds},
         ``busy`` {resource: share of the wall time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed
         wait are means over the GPU pools, and add up to the wall time. If the trace has its job, also
-        ``reward_service_s`` (time of the reward requests at full concurrency; of several agents, the longest) and
-        ``lower_bound_s`` (the larger of it and the GPUs' busy time, which no order of the tasks can beat).
+        ``lower_bound_s`` (the GPUs' busy time, or that of the slots that rewards take, which no order of the tasks can
+        beat), and if the run knows how many reward requests it had in flight, ``reward_service_s`` (time of the
+        requests at full concurrency; of several agents, the longest), which is a bound, too.
     """
     by_cause, pools = pool_waits(trace), trace.pools or POOLS[:1]
     stages: dict[str, dict[str, float]] = {}
@@ -208,14 +216,19 @@ def summary(trace: Trace) -> dict[str, Any]:
     wall, trained, until = trace.wall, trace.window[1], trace.end
     busy = sum(map(trace.busy, pools)) / len(pools)
     bounds: dict[str, float] = {}
-    if (trace.meta.get("job") or {}).get("concurrency"):
+    if job := trace.meta.get("job"):
+        # A judge of the user's own may have slots, which its stages take.
+        asking = {trace.placed.get(stage) for role in ("requests", "collects") for stage in trace.with_role(role)}
+        slots = {on: most for on, most in (trace.meta.get("resources") or {}).items() if most and on in asking}
+        bounds["lower_bound_s"] = max([busy, *(_work_s(trace, on) / most for on, most in slots.items())])
+    if (job or {}).get("concurrency"):
         work: dict[str, float] = {}
         for mark in trace.marks:
             if not mark.args.get("validation"):
                 work[mark.resource] = work.get(mark.resource, 0.0) + mark.end - mark.begin
         each = [seconds / (agents.concurrency_of(trace, agent) or 1) for agent, seconds in work.items()]
         service = max(each, default=0.0)  # agents work beside each other
-        bounds = {"reward_service_s": service, "lower_bound_s": max(busy, service)}
+        bounds |= {"reward_service_s": service, "lower_bound_s": max(bounds["lower_bound_s"], service)}
     return {
         "wall_s": wall,
         "resumed": trace.resumed,

@@ -215,8 +215,8 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
         idle = seconds(numbers["after_training_idle_s"])
         rows.append(["after training", f"{seconds(after)} <small>GPUs idle for {idle} of it</small>"])
     if (bound := numbers.get("lower_bound_s")) is not None:
-        service = numbers["reward_service_s"]
-        by = "the reward requests at full concurrency" if service >= numbers["gpu_busy_s"] else "the GPUs' own work"
+        asked = bound > numbers["gpu_busy_s"] or numbers.get("reward_service_s") == bound
+        by = "the reward requests at full concurrency" if asked else "the GPUs' own work"
         rows.append(["lower bound", f"{seconds(bound)} <small>{by}</small>"])
     if (evaluated := _evaluated(facts)) != "–":
         rows.append([mean_of([facts]), evaluated])

@@ -356,11 +356,58 @@ def asking_itself() -> Trace:
 
 
 @pytest.mark.parametrize("key", ["reward.latency=5", "reward.concurrency=4", "reward.rpm=60", "reward.agent=per-step"])
-def test_keys_of_a_service_that_no_stage_sends_requests_are_refused(tmp_path: Path, key: str) -> None:
+def test_a_service_that_a_stage_asks_itself_is_asked_for_as_a_whole(tmp_path: Path, key: str) -> None:
     perfetto.write(asking_itself(), tmp_path / "trace.json")
-    expected = f"{key.partition('=')[0]}: no stage of the role requests feeds 'reward_collect' in the run of {tmp_path}"
+    expected = (
+        rf"'reward_collect' asks for its rewards itself, .*{tmp_path} does not say .*reward\.(latency|concurrency)"
+    )
     with pytest.raises(ConfigError, match=expected):
         read_workload(str(tmp_path), [key])
+
+
+def total(workload: Workload, policy: str) -> float:
+    account = simulate(workload, preset(policy, 4))[0]
+    return account.end - account.begin
+
+
+def test_a_stage_that_asks_itself_is_planned_with_the_service_that_the_keys_say(tmp_path: Path) -> None:
+    perfetto.write(asking_itself(), tmp_path / "trace.json")
+    # 32 requests of 6 s take 24 s a step, 8 in flight, and 12 s with 16.
+    found, wide = (read_workload(str(tmp_path), ["reward.latency=6", f"reward.concurrency={n}"])[0] for n in (8, 16))
+    assert total(found, "baseline") - total(wide, "baseline") == pytest.approx(8 * 12)
+    assert total(found, "both") > 8 * 24, "steps share the service"
+    assert parse_sweep("reward.concurrency:1:4", found)
+    assert found.loop is not None
+    assert not found.loop.asks_itself
+    slower, _ = read_workload(str(tmp_path), ["stages.reward_collect=50"])
+    assert slower.times["reward_collect"].mean == 50
+
+
+def unrecorded() -> Trace:
+    """The trace of a run whose own stages ask a judge of the user's: it has no request."""
+    trace = run(job())
+    trace.marks = []
+    return trace
+
+
+def test_what_a_judge_of_the_users_own_ran_with_is_asked_for(tmp_path: Path) -> None:
+    perfetto.write(unrecorded(), tmp_path / "trace.json")
+    with pytest.raises(ConfigError) as error:
+        read_workload(str(tmp_path))
+    assert str(error.value) == (
+        "the trace has no reward request, as the run's own stages asked for those of 'reward_collect': "
+        f"{tmp_path} does not say log.latency and log.concurrency; give log.latency=uniform:1:4 log.concurrency=64 or "
+        "what they are."
+    )
+    own = ["log.latency=6", "log.concurrency=8"]
+    found, _ = read_workload(str(tmp_path), own)
+    assert (found.rewards.latency.mean, found.rewards.concurrency, found.ran_with) == (6, 8, "log.concurrency=8")
+    changed, _ = read_workload(str(tmp_path), [*own, "reward.latency=3", "reward.concurrency=32"])
+    assert (changed.rewards.latency.mean, changed.rewards.concurrency) == (3, 32)
+    assert changed.loop is not None
+    assert changed.loop.rewards == found.rewards
+    with pytest.raises(ConfigError, match=r"stages\.reward_collect: it waits for its rewards; give reward\.latency"):
+        read_workload(str(tmp_path), [*own, "stages.reward_collect=9"])
 
 
 def test_a_run_whose_collector_asks_itself_is_planned_and_its_service_is_no_knob() -> None:
