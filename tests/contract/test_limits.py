@@ -37,6 +37,10 @@ def test_no_more_is_sent_in_a_minute_than_allowed(train: Trainer, judge: Judge) 
     # At most one second's share comes at once, 4 of 16; the others at 4 a second, here with half of it as a margin.
     assert judge.asked[-1].at - judge.asked[0].at > (16 - 4) / 4 / 2
     assert record.metrics[1]["reward/rate_limit_wait_s"] > 0
+    # 16 calls of 40 tokens: 640, of which 5 seconds' share comes at once, 400.
+    record = train(*FAST, "steps=1", "reward.tpm=4800", "reward.concurrency=64", judge=judge)
+    assert judge.asked[-1].at - judge.asked[16].at > (640 - 400) / 80 / 2
+    assert record.metrics[1]["reward/tokens"] == 640
 
 
 def test_a_spent_budget_ends_the_run(train: Trainer, judge: Judge) -> None:

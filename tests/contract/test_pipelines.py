@@ -163,7 +163,11 @@ def test_latest_is_of_the_step_before_and_carried_of_staleness_more(tmp_path: Pa
         assert absent is None
         return task.step
 
-    pipeline = Pipeline([draw, train], inputs=["prompts"])
+    @stage(on="io")
+    def look(prompts, mean: Latest, *, task):
+        seen.append(("beside", task.step, mean))
+
+    pipeline = Pipeline([draw, train, look], inputs=["prompts"])
     for staleness in (0, 2):
         dataflow.run(
             pipeline,
@@ -174,7 +178,8 @@ def test_latest_is_of_the_step_before_and_carried_of_staleness_more(tmp_path: Pa
             runs=str(tmp_path / str(staleness)),
         )
         read = {(kind, step): value for kind, step, value in seen}
-        assert [read["latest", step] for step in range(1, 6)] == [None, 1, 2, 3, 4]
+        for kind in ("latest", "beside"):
+            assert [read[kind, step] for step in range(1, 6)] == [None, 1, 2, 3, 4]
         older = [max(step - 1 - staleness, 0) or None for step in range(1, 6)]
         assert [read["carried", step] for step in range(1, 6)] == older
 
