@@ -82,6 +82,7 @@ class Hermes:
     """
 
     _NEXT = re.compile(r"<think>.*?(?:</think>|\Z)|</think>|<tool_call>\s*", re.DOTALL)
+    _TAG = re.compile(r"<(/?)tool_call>")
     _DECODER = json.JSONDecoder()
 
     def parse(self, text: str) -> list[ToolCall]:
@@ -102,7 +103,9 @@ class Hermes:
         try:
             found, end = self._DECODER.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
-            return ToolCall("", error=f"the tool call is not valid JSON ({error})"), start
+            tag = self._TAG.search(text, start)
+            behind = start if tag is None else tag.end() if tag[1] else tag.start()
+            return ToolCall("", error=f"the tool call is not valid JSON ({error})"), behind
         # The end-of-turn token may follow the last call.
         if (rest := text[end:].lstrip()) and not rest.startswith("<"):
             return ToolCall("", error="the tool call is not valid JSON (text follows the object)"), end

@@ -192,8 +192,9 @@ def test_the_model_is_told_what_is_wrong(how: str, body: str, error: str) -> Non
 
 @pytest.mark.parametrize("how", ["qwen3", "hermes"])
 def test_a_broken_call_hides_no_other(how: str) -> None:
-    found = calls(how, QWEN3, f"{json_call('a')}<tool_call>{{'</tool_call>{json_call('b')}")
-    assert [(call.name, call.error is None) for call in found] == [("run", True), ("", False), ("run", True)]
+    for broken in ("{'", "{'code': '</think>'}"):
+        found = calls(how, QWEN3, f"{json_call('a')}<tool_call>{broken}</tool_call>{json_call('b')}")
+        assert [(call.name, call.error is None) for call in found] == [("run", True), ("", False), ("run", True)]
 
 
 def test_the_last_call_may_lack_its_end() -> None:
