@@ -107,7 +107,7 @@ def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = Fal
     for row in read_metrics(run / METRICS):
         if row["step"] in (0, step):
             scores |= {f"{name}, step {row['step']}": v for name, v in row.items() if name.startswith("val-core/")}
-    base = (values.get("model") or {}).get("path")
+    base, options = (values.get("model") or {}).get("path"), data.get("apply_chat_template_kwargs")
     lora = ((values.get("trainer") or {}).get("lora") or {}).get("rank")
     lines = [
         "---",
@@ -125,6 +125,7 @@ def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = Fal
         f"- Training data: {data.get('train') or 'generated word problems'}; "
         f"{counted(data.get('prompts') or 0, 'prompt')} a step, "
         f"{counted((values.get('engine') or {}).get('n') or 0, 'response')} each.",
+        *([f"- Options of the chat template, to serve it with as well: `{json.dumps(options)}`."] if options else []),
         f"- Seed {values.get('seed')}; pipeline file SHA-256 `{origin.get('sha256')}`"
         + (f", git revision `{origin['revision']}`." if "revision" in origin else "."),
         f"- Versions: {', '.join(f'{name} {of}' for name, of in (origin.get('versions') or {}).items())}.",

@@ -15,6 +15,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import TrainerConfig
 from dataflow.data.shown import Shown
+from dataflow.data.tokenize import load_chat_tokenizer
 from dataflow.engines.base import Sampling
 from dataflow.engines.hf import HfRollout
 from dataflow.engines.verl.trainer import VerlTrainer
@@ -25,6 +26,7 @@ from dataflow.models.processor import Processor
 from dataflow.models.tiny_vision import write_tiny_vision
 from tests.engines.images import ROWS, R, by_transformers, picture, row, source
 from tests.rigs.ranks import RankHost, free_ports
+from tests.rigs.thinking import THOUGHT, thinking_model
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -151,6 +153,13 @@ def test_another_picture_in_the_same_file_is_other_data(model: Path, tmp_path: P
     assert (
         source(model, ROWS[:1]).digests()[0] != source(model, [row("<image> What is it?", picture(1, 60))]).digests()[0]
     )
+
+
+def test_a_chat_with_images_has_the_options_of_the_template(model: Path, tmp_path: Path) -> None:
+    thinking = str(thinking_model(model, tmp_path / "model"))
+    for options, thought in ((None, ""), ({"enable_thinking": False}, THOUGHT)):
+        ids, _shown, _positions = Processor(thinking, options).inputs([{"role": "user", "content": "Why?"}], [])
+        assert load_chat_tokenizer(thinking).decode(ids).endswith(f"Why?<|im_end|>\n<|im_start|>assistant\n{thought}")
 
 
 def test_what_the_model_cannot_be_shown_is_one_sentence(model: Path, tmp_path: Path) -> None:

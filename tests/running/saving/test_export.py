@@ -46,12 +46,14 @@ def test_the_model_of_a_run(tied: bool, tmp_path: Path, tiny_qwen: Path, capfd: 
     reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
     lora = () if tied else ("trainer.lora.rank=2", "trainer.lr=1e-2", "profile.steps=[2]")
     keys = (*SMALL, *lora, "steps=3", "val.every=3", f"model.path={start}", reward, f"runs={runs}", "name=a", "--quiet")
+    keys += ("data.apply_chat_template_kwargs.enable_thinking=false",)
     assert main(["run", PIPELINE, *keys]) == 0
     sha256 = json.loads((run / "summary.json").read_text())["weights_sha256"]
 
     assert digest_of(run / "model") == sha256
     text = (run / "model" / "README.md").read_text()
     assert "# a, step 3" in text
+    assert 'Options of the chat template, to serve it with as well: `{"enable_thinking": false}`.' in text
     assert "val-core/" in text
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     assert tokenizer("1 + 1")["input_ids"] == AutoTokenizer.from_pretrained(tiny_qwen)("1 + 1")["input_ids"]
