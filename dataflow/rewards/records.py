@@ -11,7 +11,7 @@ import numpy as np
 
 from dataflow.batch import Batch
 from dataflow.rewards.filter import indistinct
-from dataflow.rewards.requests import Request, StepRequests
+from dataflow.rewards.requests import ENDED, Request, StepRequests
 
 ACCURACY = 0.01
 """Largest relative error of a percentile."""
@@ -124,6 +124,7 @@ def step_summary(state: StepRequests) -> dict[str, float]:
         "scored": float(len(requests) - hows.count("failed") - hows.count("cancelled")),
         "failed": float(hows.count("failed")),
         "retried": float(sum(max(0, request.tries - 1) for request in called)),
+        **{name: float(sum((request.notes or {}).get(name, 0) for request in called)) for name in ENDED},
         "hedged": float(hows.count("hedged")),
         "cached": float(hows.count("ledger") + hows.count("shared")),
         "indistinct": float(sum(len(indistinct(of_group)) for of_group in scores.values())),

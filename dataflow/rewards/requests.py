@@ -25,7 +25,9 @@ BESIDE = "beside:"
 """Begins the name of a step whose requests have the priority of a training step: ``beside:3`` goes with step 3."""
 Order = Literal["arrival", "index"]
 
-NOTES = ("queued_s", "held_by", "throttled", "endpoint", "resent", "failed_tries")
+ENDED = ("throttled", "timed_out")
+"""Ways in which a call of a request ended without a score that are counted."""
+NOTES = ("queued_s", "held_by", *ENDED, "endpoint", "resent", "failed_tries")
 """Keys that a request's notes may have."""
 _NO_WAIT_S = 0.01
 
@@ -149,10 +151,14 @@ class ScoringJob:
     deadline: float = math.inf
     """Seconds of the loop's clock."""
     tries: int = 0
+    again: bool = False
+    """Whether its next call is a try after the first, and no call to another server."""
     queued_at: float = 0.0
     """When it was submitted, in seconds of ``clock.now()``."""
     held_by: str = ""
     """What its first call waited for: a free ``slot``, the ``rate`` limit, the end of a ``pause``; "" if unknown."""
+    timed_out: int = 0
+    """How many of its calls took too long."""
     throttled: int = 0
     """How many of its calls the service rejected with a status such as 429."""
     errors: list[str] = field(default_factory=list)
@@ -196,7 +202,12 @@ class ScoringJob:
         """Facts for the trace, by :data:`NOTES`: what it waited for (10 ms or more), its server, what went wrong."""
         queued_s = self.begin - self.queued_at
         held = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
-        more = {"throttled": self.throttled, "endpoint": self.server, "resent": self.resent}
+        more = {
+            "throttled": self.throttled,
+            "timed_out": self.timed_out,
+            "endpoint": self.server,
+            "resent": self.resent,
+        }
         more["failed_tries"] = self.failed_tries
         return held | {name: value for name, value in more.items() if value} or None
 

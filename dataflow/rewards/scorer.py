@@ -105,6 +105,9 @@ class Scorer:
             self.counts["hedged"] += 1
         else:
             job.tries += 1
+            if job.again:
+                self.counts["retried"] += 1
+                job.again = False
         job.server = queue.name
         call = self._calls.start(
             self._function,
@@ -197,6 +200,7 @@ class Scorer:
         job.error, job.last_s = error, call.seconds
         if is_timeout(error):
             self.counts["timed_out"] += 1
+            job.timed_out += 1
         if is_overload(error):
             # No longer than a deadline: jobs queued behind it must find out by their own tries that it is out of reach.
             pause_s = min(retry_after_s(error), self._retry.deadline_s or math.inf)
@@ -233,7 +237,7 @@ class Scorer:
         if now + wait_s >= job.deadline:
             self._give_up(job, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
             return
-        self.counts["retried"] += 1
+        job.again = True
         job.waits_s[len(job.errors) - 1] = wait_s
         if self._router is not None:
             job.avoids = self._router.avoiding(queue.name, job.avoids)

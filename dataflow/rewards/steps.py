@@ -19,7 +19,18 @@ from dataflow.rewards.failure import FailedShare, FailureRule
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.naming import MAIN, prefixed
 from dataflow.rewards.records import rewards_of, step_summary
-from dataflow.rewards.requests import BESIDE, Order, Request, RequestState, Scored, Step, StepRequests, Ticket, Waiter
+from dataflow.rewards.requests import (
+    BESIDE,
+    ENDED,
+    Order,
+    Request,
+    RequestState,
+    Scored,
+    Step,
+    StepRequests,
+    Ticket,
+    Waiter,
+)
 from dataflow.system import clock
 from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.load import describe
@@ -27,7 +38,7 @@ from dataflow.usercode.load import describe
 _REMEMBERED = 4096  # ended steps that keep their message for later collects
 _NO_SUMS = frozenset(
     [
-        *("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged"),
+        *("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED),
         *("waiting", "running", "peak", "abandoned", "steps", "limit", "latency_s", "actors_died"),
     ]
 )

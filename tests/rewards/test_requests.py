@@ -315,7 +315,7 @@ def test_a_step_of_which_nothing_was_called_has_no_latency() -> None:
     state.ended = state.groups.pop(0)
     for request in state.ended:
         request.source = "ledger"
-    nothing = dict.fromkeys(("failed", "retried", "hedged", "indistinct"), 0)
+    nothing = dict.fromkeys(("failed", "retried", "throttled", "timed_out", "hedged", "indistinct"), 0)
     assert step_summary(state) == {"requested": 2, "scored": 2, "cached": 2, **nothing}
 
 

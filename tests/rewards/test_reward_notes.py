@@ -77,6 +77,42 @@ def test_who_was_told_to_slow_down_says_how_often() -> None:
     assert (record["tries"], record["throttled"]) == (3, 2)
 
 
+def test_tries_and_why_they_ended_are_counted_for_the_samples_of_the_step() -> None:
+    script = {  # by step and ground truth; then it is scored
+        (1, "0"): [Busy("later"), Busy("later")],
+        (1, "1"): [Busy("later"), Busy("later"), Busy("later")],
+        (1, "2"): [TimeoutError("slow")],
+        (2, "0"): [Busy("later")],
+    }
+
+    async def scripted(ground_truth: str, extra_info: Any, **_others: Any) -> float:
+        await asyncio.sleep(0)
+        if left := script.get((extra_info["step"], ground_truth)):
+            raise left.pop()
+        return 1.0
+
+    async def body() -> tuple[list[dict[str, float]], dict[str, float], dict[str, Any]]:
+        retry = Retry(tries=3, backoff_s=0.01, max_backoff_s=0.01)
+        agent = RewardAgent(scripted, retry=retry, on_failure="drop_sample", max_failed_share=1.0)
+        for step in (1, 2):
+            batch = samples(3, n=1)
+            truths = {"ground_truth": ["0", "1", "2"], "extra_info": [{"step": step}] * 3}
+            agent.submit(step, batch.merge(batch.like(**truths)))
+        steps = [(await agent.collect(step)).meta["step"] for step in (2, 1)]
+        stats = agent.stats()
+        used = agent.used(stats)
+        await agent.close()
+        return steps, used, stats
+
+    (second, first), used, stats = run(body)
+    counted = ("requested", "failed", "retried", "throttled", "timed_out")
+    # The last call of the sample that failed was throttled too, and no try followed.
+    assert [first[name] for name in counted] == [3, 1, 2 + 2 + 1, 2 + 3, 1]
+    assert [second[name] for name in counted] == [3, 0, 1, 1, 0]
+    assert used.keys().isdisjoint(counted), "they would take the place of the step's own"
+    assert [stats[name] for name in counted] == [6, 1, 6, 6, 1]
+
+
 @pytest.mark.parametrize("last", ["scored", "failed"])
 def test_why_each_try_failed_and_how_long_it_waited_is_in_trace_column_and_ledger(tmp_path: Path, last: str) -> None:
     class Later(Busy):
