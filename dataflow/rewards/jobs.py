@@ -181,16 +181,16 @@ class Jobs:
         if isinstance(outcome, Scored):
             self.latency_s.append(end - job.begin)
             self._count_tokens(outcome.extras)
-        alone = len(requests) == 1
+        alone, failed_tries = len(requests) == 1, "; ".join(job.errors)
         for request in requests:
             _stamp(request, job, end)
             if self._ledger is not None and job.key is not None:
                 where = request.step.key, request.group, request.sample, job.key
                 if isinstance(outcome, Failed):
-                    self._ledger.failed(*where, outcome.message, job.failed_tries)
+                    self._ledger.failed(*where, outcome.message, failed_tries)
                 else:
                     answer = Answer(outcome.score, outcome.extras, end - job.begin, job.tries - job.resent)
-                    self._ledger.answered(*where, answer, job.failed_tries)
+                    self._ledger.answered(*where, answer, failed_tries)
             if request.open:
                 if isinstance(outcome, Scored) and not alone:
                     yield request, Scored(outcome.score, own_copy(outcome.extras), outcome.source)

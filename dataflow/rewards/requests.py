@@ -162,9 +162,7 @@ class ScoringJob:
     throttled: int = 0
     """How many of its calls the service rejected with a status such as 429."""
     errors: list[str] = field(default_factory=list)
-    """One short text for each failed call."""
-    waits_s: dict[int, float] = field(default_factory=dict)
-    """Seconds from such a call to the next try, by its index in ``errors``."""
+    """Why each failed call did, and the wait from it to a next try: ``HTTP 429, 2.1 s``."""
     error: BaseException | None = None  # of the last call that failed
     last_s: float = 0.0  # its duration
     live: dict[Call, bool] = field(default_factory=dict)
@@ -182,34 +180,20 @@ class ScoringJob:
         """Whether a call of it is queued."""
         return self.state is JobState.QUEUED or self.state is JobState.HEDGING
 
-    @property
-    def wanted(self) -> bool:
-        """Whether its entry in a queue is still valid; after a start from a better position, the older one is not."""
-        return self.queued
+    # Whether its entry in a queue is still valid; after a start from a better position, the older one is not.
+    wanted = queued
 
     @property
     def second(self) -> bool:
         return self.state is JobState.HEDGING
 
     @property
-    def failed_tries(self) -> str:
-        """Why each call failed, and the wait after it: ``HTTP 429, 2.1 s; time-out``; "" if none did."""
-        waits = [f", {self.waits_s[at]:.3g} s" if at in self.waits_s else "" for at in range(len(self.errors))]
-        return "; ".join(map(str.__add__, self.errors, waits))
-
-    @property
     def notes(self) -> Mapping[str, Any] | None:
         """Facts for the trace, by :data:`NOTES`: what it waited for (10 ms or more), its server, what went wrong."""
         queued_s = self.begin - self.queued_at
         held = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
-        more = {
-            "throttled": self.throttled,
-            "timed_out": self.timed_out,
-            "endpoint": self.server,
-            "resent": self.resent,
-        }
-        more["failed_tries"] = self.failed_tries
-        return held | {name: value for name, value in more.items() if value} or None
+        facts = self.throttled, self.timed_out, self.server, self.resent, "; ".join(self.errors)
+        return held | {name: value for name, value in zip(NOTES[2:], facts, strict=True) if value} or None
 
 
 @dataclass(eq=False, slots=True)
@@ -264,16 +248,12 @@ class Waiter:
 
 @dataclass(eq=False)
 class Rows:
-    """Samples submitted together; jobs exist for the first ``admitted`` of them.
-
-    Attributes:
-        begin: when they were submitted, in seconds of ``clock.now()``.
-    """
+    """Samples submitted together; jobs exist for the first ``admitted`` of them."""
 
     arguments: Callable[[int, int], list[dict[str, Any]]]
     """Returns the keyword arguments of the calls of the rows from begin to end."""
     requests: list[Request]
-    begin: float
+    begin: float  # when they were submitted, in seconds of ``clock.now()``
     admitted: int = 0
 
 

@@ -238,7 +238,7 @@ class Scorer:
             self._give_up(job, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
             return
         job.again = True
-        job.waits_s[len(job.errors) - 1] = wait_s
+        job.errors[-1] += f", {wait_s:.3g} s"
         if self._router is not None:
             job.avoids = self._router.avoiding(queue.name, job.avoids)
         if job.queued:
@@ -321,8 +321,9 @@ class Scorer:
         """Returns what happened and how to fix it."""
         name = f"'{name_of(self._function)}'"
         verb = f"returned {error}" if isinstance(error, BadScore) else what_happened(error)
-        if job.tries > 1 and len(set(job.errors)) > 1:
-            verb = f"failed on each of {job.tries} tries: {', '.join(job.errors)}; it {verb}"
+        reasons = [each.partition(",")[0] for each in job.errors]
+        if job.tries > 1 and len(set(reasons)) > 1:
+            verb = f"failed on each of {job.tries} tries: {', '.join(reasons)}; it {verb}"
         elif job.tries > 1:
             verb += f" on each of {job.tries} tries"
         if job.tries > 1 or isinstance(error, TimeoutError):

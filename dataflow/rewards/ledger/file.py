@@ -93,19 +93,16 @@ _TOTALS = (
 )
 
 _MOVE = "move it away, with its -wal and -shm, or name another"
+_ACCESS = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
 _FIXES = {
     "SQLITE_NOTADB": "it is not an sqlite file; name another",
     "SQLITE_CORRUPT": f"the file is damaged; {_MOVE}",
     "SQLITE_FULL": "free some disk space",
     "SQLITE_IOERR": "check that its disk has space and is in order",
-    "SQLITE_BUSY": "another program keeps it locked; end that program",
-    "SQLITE_LOCKED": "another program keeps it locked; end that program",
+    **dict.fromkeys(("SQLITE_BUSY", "SQLITE_LOCKED"), "another program keeps it locked; end that program"),
     "SQLITE_NOMEM": "free some memory",
-    "SQLITE_READONLY": "make the file and its directory writable, or name another",
-    "SQLITE_CANTOPEN": "make the file and its directory writable, or name another",
-    "SQLITE_PERM": "make the file and its directory writable, or name another",
+    **dict.fromkeys(_ACCESS, "make the file and its directory writable, or name another"),
 }
-_ACCESS = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
 
 Found = tuple[int, int, bytes, str]
 """Group, sample, key, and answer (JSON in hexadecimal)."""
@@ -173,8 +170,7 @@ class LedgerFile:
 
         Args:
             rows: by kind: ``submitted`` (step, group, sample, key, time), ``answered`` (.., time, score, failed tries,
-                JSON of the answer), ``failed`` (.., story, failed tries), ``collected`` (step, group, time); times are
-                of ``time.time()``.
+                JSON of the answer), ``failed`` (.., story, failed tries), ``collected`` (step, group, unix time).
             sync: whether to wait until this commit and all earlier ones are on disk.
             dropped: unreadable answers to be removed, so that new ones can be stored: key and text as returned by
                 :meth:`of_step`.
@@ -368,9 +364,9 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             db.execute(statement)
         # Files of older versions, which can still use the file afterwards.
         known = {name for _, name, *_ in db.execute("PRAGMA table_info(request)")}
-        for name, kind in (("checksum", "INTEGER"), ("failed_tries", "TEXT")):
-            if name not in known:
-                db.execute(f"ALTER TABLE request ADD COLUMN {name} {kind}")
+        for column in ("checksum INTEGER", "failed_tries TEXT"):
+            if column.split()[0] not in known:
+                db.execute(f"ALTER TABLE request ADD COLUMN {column}")
 
 
 def _rename(db: sqlite3.Connection, run: str) -> None:

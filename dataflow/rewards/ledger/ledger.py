@@ -154,9 +154,7 @@ class Ledger:
         self._put("answered", [(step, int(group), int(sample), key, time.time(), score, failed_tries or None, text)])
 
     def failed(self, step: Step, group: int, sample: int, key: Key, story: str, failed_tries: str = "") -> None:
-        """Records how a request failed, and each of its tries; a resumed run requests it again.
-
-        Does not wait for the disk.
+        """Records how a request and its tries failed; a resumed run requests it again. Does not wait for the disk.
 
         Raises:
             RunError: an earlier write failed.
