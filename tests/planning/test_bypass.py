@@ -8,7 +8,7 @@ import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
-from dataflow.planning.config import PlanConfig
+from dataflow.planning.config import LogPlan, PlanConfig
 from dataflow.planning.rewards import Validation
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
@@ -80,7 +80,7 @@ def test_a_recipe_is_planned_from_its_own_trace(policy: str, tmp_path: Path) -> 
         trace.meta |= {"max_staleness": graph.max_staleness, "order": "arrival", "stream_rollout": False}
         job = {"prompts": 32, "responses": 8, "mini_batches": 4, "concurrency": 256}
         trace.meta["job"] = {"pipeline": pipeline.facts(), **job}
-        found[bypass] = of_trace(trace, "a run", PlanConfig())
+        found[bypass] = of_trace(trace, "a run", PlanConfig(log=LogPlan(latency="0", concurrency=256)))
     assert (PASS in found["false"].times, PASS in found["true"].times) == (True, False)
     assert found["false"].mean_s() - found["true"].mean_s() == pytest.approx(3)
     assert 1.5 < step_s(found["false"], policy) - step_s(found["true"], policy) < 3.01

@@ -10,7 +10,7 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
-from dataflow.planning.config import PlanConfig
+from dataflow.planning.config import LogPlan, PlanConfig
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
@@ -96,7 +96,7 @@ def test_the_recipe_is_planned_from_its_own_trace(policy: str, tmp_path: Path) -
     trace.meta |= {"max_staleness": graph.max_staleness, "order": "arrival", "stream_rollout": False}
     job = {"prompts": 32, "responses": 8, "mini_batches": 4, "concurrency": 256}
     trace.meta["job"] = {"pipeline": pipeline.facts(), **job}
-    workload = of_trace(trace, "a run", PlanConfig())
+    workload = of_trace(trace, "a run", PlanConfig(log=LogPlan(latency="0", concurrency=256)))
     assert workload.times["values"].mean == pytest.approx(2, rel=0.01)
     assert workload.times["critic_update"].mean == pytest.approx(12, rel=0.01)
     assert step_s(workload, "both") < step_s(workload, "baseline")
