@@ -112,7 +112,7 @@ def test_held_out_problems_that_the_manager_cannot_score_are_refused_if_the_run_
         ("data.train", ("data.val", "model"), "^data.train=a.jsonl: its rows .* allow it with resume.allow=.data.[.]$"),
         ("data.val token ids", (), "^data.val=null: its token ids are not those"),
         ("data.val token ids", ("data.val",), None),
-        ("model.path", ("model.path",), None),
+        ("model.path", ("model",), None),
         ("model.path", ("data",), None),
     ],
 )

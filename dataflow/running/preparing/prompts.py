@@ -171,7 +171,7 @@ def check_same(recorded: Mapping[str, str], found: Mapping[str, str], config: Ru
     """
     for name, digest in found.items():
         key, _, of = name.partition(" ")
-        if recorded.get(name, digest) == digest or {"data", key}.intersection(config.resume.allow):
+        if recorded.get(name, digest) == digest or {"data", key, key.split(".")[0]}.intersection(config.resume.allow):
             continue
         given = config.model.path if key == "model.path" else getattr(config.data, key.partition(".")[2])
         what = "tokenizer, chat template and configuration" if key == "model.path" else of or "rows"
