@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -422,6 +422,31 @@ def tiny_model(path: Path) -> Path:
     return path
 
 
+def scripted_model(path: Path, text: str) -> Path:
+    """Writes a model that answers each prompt with one text, which is one token, and ends."""
+    import torch
+    import transformers
+
+    tiny_model(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([text])
+    model = transformers.Qwen2ForCausalLM.from_pretrained(path, tie_word_embeddings=False)
+    model.resize_token_embeddings(len(tokenizer))
+    said, end, tokens = tokenizer.convert_tokens_to_ids(text), tokenizer.eos_token_id, model.get_input_embeddings()
+    with torch.no_grad():
+        for layer in model.model.layers:  # what a token means reaches the head unchanged
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        for weight in (tokens.weight, model.lm_head.weight):
+            weight.zero_()
+        tokens.weight[:, 0] = 1.0
+        tokens.weight[said] = torch.eye(len(tokens.weight[0]))[1]
+        model.lm_head.weight[said, 0] = model.lm_head.weight[end, 1] = 10.0
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
 def weights(model: Path) -> dict[str, Any]:
     """Returns the tensors of a saved model by name."""
     from safetensors.torch import load_file
@@ -443,10 +468,11 @@ class Trainer:
         self.model, self._base = model, [*SMALL, f"model.path={model}", f"data.train={data}"]
         self._template, self._new_folder = template, new_folder
 
-    def arguments(self, *overrides: str, judge: Judge | None = None) -> list[str]:
+    def arguments(self, *overrides: str, judge: Judge | None = None, without: Sequence[str] = ()) -> list[str]:
         """Returns the arguments of a run; a later one replaces an earlier one of the same key."""
         scored = [f"judge.url={judge.url}", f"judge.template={self._template}"] if judge else []
-        return list({each.split("=", 1)[0]: each for each in [*self._base, *scored, *overrides]}.values())
+        keys = {each.split("=", 1)[0]: each for each in [*self._base, *scored, *overrides]}
+        return [each for key, each in keys.items() if key not in without]
 
     def __call__(
         self,
@@ -455,6 +481,7 @@ class Trainer:
         folder: Path | None = None,
         fails: bool = False,
         pipeline: str = PIPELINE,
+        without: Sequence[str] = (),
     ) -> Record:
         """Runs to the end.
 
@@ -464,9 +491,10 @@ class Trainer:
             folder: where the run's directory ``run`` is made.
             fails: whether the run must end with an error, which the record then has.
             pipeline: the pipeline's file.
+            without: keys of ``SMALL`` to leave out.
         """
         folder = folder or self._new_folder()
-        arguments = self.arguments(f"runs={folder}", "name=run", *overrides, judge=judge)
+        arguments = self.arguments(f"runs={folder}", "name=run", *overrides, judge=judge, without=without)
         try:
             dataflow.run(pipeline, *arguments)
         except dataflow.DataflowError as error:
