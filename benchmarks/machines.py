@@ -209,7 +209,10 @@ def main(arguments: list[str]) -> int:
         with Machines(LABELS, hidden=[cache]) as machines:
             for case in cases:
                 if case == "refused":
-                    results |= {f"refused: {what}": refused(machines, runs, what) for what in REFUSED}
+                    results |= {
+                        f"refused: {what}": refused(machines, runs, what)
+                        for what in given.get("refuse", ",".join(REFUSED)).split(",")
+                    }
                 elif case != "delay":
                     add(machines, case, *(served if case == "model" else ()))
         if "delay" in cases:
@@ -229,4 +232,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    begin(main, ["cases=refused"])
+    begin(main, ["cases=refused", "refuse=directory"])

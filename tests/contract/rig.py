@@ -447,6 +447,21 @@ def scripted_model(path: Path, text: str) -> Path:
     return path
 
 
+def classifier(path: Path) -> Path:
+    """Writes the tiny model with a head of one label, whose outputs differ."""
+    import torch
+    import transformers
+
+    tiny_model(path)
+    config = transformers.AutoConfig.from_pretrained(path, num_labels=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = transformers.Qwen2ForSequenceClassification(config)
+        model.score.weight.data.normal_()
+    model.save_pretrained(path)
+    return path
+
+
 def weights(model: Path) -> dict[str, Any]:
     """Returns the tensors of a saved model by name."""
     from safetensors.torch import load_file

@@ -113,7 +113,7 @@ def test_a_model_calls_a_tool_and_is_not_trained_on_its_answer(train: Trainer, t
     model = scripted_model(tmp_path / "caller", CALL)
     run = train(
         reward, f"model.path={model}", f"tools.path={tmp_path / 'tools.py'}", "tools.max_turns=2", "steps=1",
-        "engine.max_tokens=160", "engine.stop=[]", "tools.names=[]", "tools.format=hermes",
+        "engine.max_tokens=160", "engine.stop=[]", "tools.names=[]", "tools.format=auto",
         "tools.max_response_tokens=160", folder=tmp_path, pipeline=str(ROOT / "pipelines" / "agent.py"),
     )  # fmt: skip
     assert all("twice 21 is 42" in row["response"] for row in run.samples)
