@@ -142,7 +142,15 @@ def _no_process_left() -> Iterator[None]:
 
 
 _FORKS: list[str] = []
-os.register_at_fork(before=lambda: _FORKS.append("".join(traceback.format_stack(limit=8))))
+
+
+def _note_fork() -> None:
+    stack = traceback.format_stack(limit=8)
+    if "subprocess.py" not in stack[-2]:  # Ray's preexec_fn: another program follows at once
+        _FORKS.append("".join(stack))
+
+
+os.register_at_fork(before=_note_fork)
 
 
 @pytest.fixture(autouse=True)
