@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dataflow.errors import PipelineError, alike, nearest
-from dataflow.holds import check_holds
+from dataflow.holds import RESOURCES, check_holds, resources_of
 from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Role, Stage, TaskInfo, names_of, stage
 
 if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = [
-    "WHEN", "Carried", "Grain", "Hosted", "Input", "Lag", "Latest", "Pipeline", "Read", "Role", "Stage", "Task",
-    "TaskGraph", "TaskId", "TaskInfo", "stage",
+    "WHEN", "Carried", "Grain", "Hosted", "Input", "Lag", "Latest", "Pipeline", "Read", "Role", "Stage",
+    "Task", "TaskGraph", "TaskId", "TaskInfo", "stage",
 ]  # fmt: skip
 
 WHEN: Mapping[Lag, str] = {"none": "", "latest": "of the step before", "carried": "of 1 + max_staleness steps before"}
@@ -36,7 +36,7 @@ class Pipeline:
     Args:
         stages: in any order; the order given breaks ties.
         inputs: fields that come from outside, once a step.
-        resources: slots per resource; None for no limit.
+        resources: slots of resources besides gpu, reward, controller and io, or others of these; None for no limit.
 
     Raises:
         PipelineError: two stages or services of one name, a field without a writer or with two, a cycle, an undeclared
@@ -53,10 +53,7 @@ class Pipeline:
         if odd := [each for each in self.stages if not isinstance(each, Stage)]:
             raise PipelineError(f"{odd[0]!r} in a pipeline is no stage; write @stage(...) above the function.")
         self.inputs = names_of(inputs, "Pipeline(inputs)")
-        self.resources: dict[str, int | None] = dict(resources or {"gpu": 1, "reward": None, "controller": 1, "io": 1})
-        for name, slots in self.resources.items():
-            if slots is not None and (not isinstance(slots, int) or slots < 1):
-                raise PipelineError(f"resource '{name}' has {slots!r} slots; give 1 or more, or None for no limit.")
+        self.resources = resources_of(self.stages, resources)
         self.by_name: dict[str, Stage] = {}
         self.writer: dict[str, Stage] = {}
         for s in self.stages:
@@ -65,9 +62,10 @@ class Pipeline:
             self.by_name[s.name] = s
             for name in s.writes:
                 if name in self.writer:
-                    raise PipelineError(f"field '{name}' is written by '{self.writer[name].name}' and '{s.name}'.")
+                    both = f"'{self.writer[name].name}' and '{s.name}'"
+                    raise PipelineError(f"field '{name}' is written by {both}; rename one with bind(renamed=...).")
                 if name in self.inputs:
-                    raise PipelineError(f"field '{name}' is an input of the pipeline; '{s.name}' cannot write it.")
+                    raise PipelineError(f"field '{name}' is one of inputs=, which '{s.name}' writes; rename one.")
                 self.writer[name] = s
         for s in self.stages:
             self._check(s)
@@ -88,9 +86,10 @@ class Pipeline:
 
     def _check(self, s: Stage) -> None:
         if s.on not in self.resources:
+            declared = {**RESOURCES, **self.resources}
             raise PipelineError(
-                f"stage '{s.name}' runs on '{s.on}', which is not a resource{nearest(s.on, self.resources)}"
-                f" (declared: {', '.join(self.resources)})."
+                f"stage '{s.name}' runs on '{s.on}', which is not a resource{nearest(s.on, declared)} (declared: "
+                f"{', '.join(declared)}); declare it with Pipeline(resources={{'{s.on}': 1}})."
             )
         for name, lag, optional in s.reads:
             if name in self.inputs:
@@ -102,10 +101,9 @@ class Pipeline:
                 known = [*self.writer, *self.inputs]
                 guess = nearest(name, known)
                 by = next((f" (written by '{self.writer[w].name}')" for w in self.writer if f"'{w}'" in guess), "")
-                raise PipelineError(
-                    f"stage '{s.name}' reads field '{name}', but no stage writes it"
-                    + (guess[:-1] + by + "?" if guess else f"; known fields: {', '.join(known) or 'none'}.")
-                )
+                words = f"{guess[:-1]}{by}?" if guess else f"; known fields: {', '.join(known) or 'none'}; name it in "
+                words += "" if guess else "inputs=, or write it."
+                raise PipelineError(f"stage '{s.name}' reads field '{name}', but no stage writes it{words}")
             source = self.writer[name]
             if source.every is not None and lag != "none":
                 raise PipelineError(

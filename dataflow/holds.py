@@ -1,4 +1,4 @@
-"""Stages that hold a slot of their resource until another one has ended: that no task between them needs that slot.
+"""The slots of resources, and stages that hold one until another has ended: that no task between them needs that slot.
 
 Pure: no torch, no ray, no clock.
 """
@@ -11,6 +11,25 @@ from dataflow.errors import PipelineError, nearest
 from dataflow.stage import Lag, Stage
 
 Edges = Iterable[tuple[Stage, Stage, str, Lag]]
+RESOURCES: Mapping[str, int | None] = {"gpu": 1, "reward": None, "controller": 1, "io": 1}
+"""The slots of the resources that every pipeline has; None for no limit."""
+
+
+def resources_of(stages: Iterable[Stage], given: Mapping[str, int | None] | None) -> dict[str, int | None]:
+    """Returns the slots of each resource of a pipeline: those given, and those of :data:`RESOURCES` in use.
+
+    Raises:
+        PipelineError: they are no mapping, or a number of slots is none.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise PipelineError(f"Pipeline(resources={given!r}): give the slots by name, such as {{'judge': 1}}.")
+    # Recipes give all of theirs: another one, which no stage runs on, would be an empty row of the timeline.
+    used = {s.on for s in stages} if given else RESOURCES.keys()
+    more = {name: slots for name, slots in RESOURCES.items() if name in used and name not in (given or ())}
+    for name, slots in (given or {}).items():
+        if slots is not None and (not isinstance(slots, int) or slots < 1):
+            raise PipelineError(f"resource '{name}' has {slots!r} slots; give 1 or more, or None for no limit.")
+    return {**more, **(given or {})}
 
 
 def check_holds(stages: Mapping[str, Stage], edges: Edges) -> None:

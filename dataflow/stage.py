@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from dataflow.errors import PipelineError, an, counted, nearest
-from dataflow.signature.fields import Carried, Lag, Latest, Read, names_around, read_of
+from dataflow.signature.fields import Carried, Lag, Latest, Read, names_around, placed, read_of
 from dataflow.signature.hosted import Hosted
 from dataflow.signature.task_info import TaskInfo
 
@@ -313,30 +313,32 @@ def stage(
     ((Read(field='text', lag='none', optional=False),), ('length',), 6)
     """
 
-    if fn is not None or not on:
-        name = getattr(fn, "__name__", "a function")
-        wrong = "without parentheses" if fn is not None else "without a resource"
-        raise PipelineError(f'@stage above {name} is {wrong}; write @stage(writes="FIELD", on="RESOURCE").')
+    if fn is not None:
+        raise PipelineError(
+            f'@stage above {placed(fn)} is without parentheses; write @stage(writes="FIELD", on="RESOURCE").'
+        )
     grain: Grain = "chunk" if per_chunk else "mini-batch" if per_mini_batch else "step"
     if splittable or role == "collects":
         grain = "part"
-    if forms_parts is not None:
-        raise PipelineError('stage(forms_parts=True) is stage(role="collects") now; change it.')
-    if per_emission is not None:
-        raise PipelineError("stage(per_emission=True) is stage(per_chunk=True) now; change it.")
-    if role is not None and role not in ROLES:
-        raise PipelineError(f"stage(role={role!r}): there is no such role{nearest(str(role), ROLES) or '.'}")
 
     def wrap(fn: Callable[..., Any]) -> Stage:
         _check_function(fn)
+        place = placed(fn)
+        if not on:
+            raise PipelineError(f"@stage above {place} is without a resource; give on=, such as on='gpu' or 'reward'.")
+        if forms_parts is not None:
+            raise PipelineError(f'stage {place}: forms_parts=True is role="collects" now; change it.')
+        if per_emission is not None:
+            raise PipelineError(f"stage {place}: per_emission=True is per_chunk=True now; change it.")
+        if role is not None and role not in ROLES:
+            guess = nearest(str(role), ROLES) or f"; give one of {', '.join(ROLES)}."
+            raise PipelineError(f"stage {place}: there is no role {role!r}{guess}")
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise PipelineError(
-                f"stage '{fn.__name__}' contains yield, so a call would not run it; return the values of its fields."
+                f"stage {place} contains yield, so a call would not run it; return the values of its fields."
             )
         if streams and grain != "step":
-            raise PipelineError(
-                f"stage '{fn.__name__}' runs once a {grain}, so it cannot stream; let it run once a step."
-            )
+            raise PipelineError(f"stage {place} runs once a {grain}, so it cannot stream; let it run once a step.")
         reads: list[Read] = []
         services: list[str] = []
         around = names_around(fn, sys._getframe(1))
@@ -347,22 +349,24 @@ def stage(
             elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
                 reads.append(read_of(fn, parameter, around))
             else:
-                raise PipelineError(f"stage '{fn.__name__}': parameter '*{name}' has no name to be a field.")
+                raise PipelineError(
+                    f"stage {place}: parameter '*{name}' has no name to be a field; name each field that it reads."
+                )
         return Stage(
             name=fn.__name__,
             fn=fn,
             reads=tuple(reads),
-            writes=names_of(writes, f"stage '{fn.__name__}': writes"),
+            writes=names_of(writes, f"stage {place}: writes"),
             on=on,
             grain=grain,
             role=role,
             streams=streams,
-            after=names_of(after, f"stage '{fn.__name__}': after"),
+            after=names_of(after, f"stage {place}: after"),
             every=every,
             ahead_of=ahead_of,
             accepts=tuple(services),
             whole_batch=whole_batch,
-            imports=names_of(imports, f"stage '{fn.__name__}': imports"),
+            imports=names_of(imports, f"stage {place}: imports"),
             replays=replays,
         )
 

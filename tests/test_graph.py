@@ -107,9 +107,22 @@ def test_fields_that_nobody_reads_are_said():
 def test_a_stage_without_parentheses_or_resource_is_one_sentence(bare):
     def measure(text): ...
 
-    how = "without parentheses" if bare else "without a resource"
-    with pytest.raises(PipelineError, match=rf'^@stage above .* is {how}; write @stage\(writes="FIELD", on="RESOURCE"'):
-        stage(measure) if bare else stage(writes="length")
+    how = "without parentheses; write @stage" if bare else "without a resource; give on=, such as"
+    with pytest.raises(PipelineError, match=rf"^@stage above 'measure' \(test_graph\.py:\d+\) is {how}"):
+        stage(measure) if bare else stage(writes="length")(measure)
+
+
+def test_resources_are_added_to_those_that_there_are():
+    @stage(writes="length", on="judge")
+    def measure(text): ...
+
+    @stage(writes="loss", on="gpu")
+    def train(length): ...
+
+    assert Pipeline([measure, train], ["text"], {"judge": 2}).resources == {"gpu": 1, "judge": 2}
+    assert Pipeline([measure, train], ["text"], {"judge": 2, "gpu": 3}).resources == {"judge": 2, "gpu": 3}
+    with pytest.raises(PipelineError, match=r"Pipeline\(resources=\['judge'\]\): give the slots by name"):
+        Pipeline([measure], ["text"], ["judge"])
 
 
 def test_a_field_has_no_other_default_than_none():
@@ -221,15 +234,16 @@ WRONG = {
     ),
     "missing producer, nothing near": (
         build(advantage, reads_strange, inputs=["responses"]),
-        "stage 'reads_strange' reads field 'zzz', but no stage writes it; known fields: advantages, w, responses.",
+        "stage 'reads_strange' reads field 'zzz', but no stage writes it; known fields: advantages, w, responses; "
+        "name it in inputs=, or write it.",
     ),
     "two producers": (
         build(*GRPO, plain("mine", writes="advantages", on="io")),
-        "field 'advantages' is written by 'advantage' and 'mine'.",
+        "field 'advantages' is written by 'advantage' and 'mine'; rename one with bind(renamed=...).",
     ),
     "an input written": (
         build(*GRPO, plain("mine", writes="prompts", on="io")),
-        "field 'prompts' is an input of the pipeline; 'mine' cannot write it.",
+        "field 'prompts' is one of inputs=, which 'mine' writes; rename one.",
     ),
     "two of one name": (
         build(*GRPO, plain("advantage", writes="other", on="io")),
@@ -242,7 +256,7 @@ WRONG = {
     "undeclared resource": (
         build(*GRPO, plain("mine", writes="m", on="gpus")),
         "stage 'mine' runs on 'gpus', which is not a resource; did you mean 'gpu'? "
-        "(declared: gpu, reward, controller, io).",
+        "(declared: gpu, reward, controller, io); declare it with Pipeline(resources={'gpus': 1}).",
     ),
     "no slots": (
         build(*GRPO, resources={"gpu": 0, "controller": 1}),
@@ -314,7 +328,10 @@ WRONG = {
         lambda: stage(on="gpu")(yields_later),
         "stage 'yields_later' contains yield, so a call would not run it; return the values of its fields.",
     ),
-    "nameless fields": (star, "stage 'starred': parameter '*fields' has no name to be a field."),
+    "nameless fields": (
+        star,
+        "stage 'starred': parameter '*fields' has no name to be a field; name each field that it reads.",
+    ),
 }
 
 
@@ -323,7 +340,7 @@ def test_what_is_wrong_is_one_exact_sentence(case):
     make, sentence = WRONG[case]
     with pytest.raises(PipelineError) as error:
         make()
-    assert str(error.value) == sentence
+    assert re.sub(r" \(test_graph\.py:\d+\)", "", str(error.value)) == sentence
 
 
 def test_a_subset_turns_what_others_wrote_into_inputs():
@@ -356,5 +373,5 @@ def test_what_cannot_stream_is_said() -> None:
 
     with pytest.raises(PipelineError, match="'loop' streams, but 'weights' is a state that a later step reads"):
         Pipeline([stage(writes="weights", on="gpu", streams=True)(loop)], ["prompts"])
-    with pytest.raises(PipelineError, match="'loop' runs once a mini-batch, so it cannot stream"):
+    with pytest.raises(PipelineError, match=r"'loop' .* runs once a mini-batch, so it cannot stream"):
         stage(writes="x", on="gpu", streams=True, per_mini_batch=True)(loop)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,7 +17,7 @@ from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.parts import listed
 from dataflow.graph import Stage, Task, TaskId, TaskInfo
 from dataflow.usercode.copies import readable_once
-from dataflow.usercode.failures import message_of
+from dataflow.usercode.failures import attribute_of, message_of
 
 
 def fields_of(call: StageCall, values: Sequence[Any]) -> list[Any]:
@@ -272,12 +275,29 @@ def answer(
 def failure(task: Task, error: BaseException, elapsed: float, story: str) -> StageFailed:
     """Returns the error that ends a run: the task, its resource, the cause, and the task's history."""
     kind = "" if isinstance(error, RewardFailed | DataflowError) else f"{type(error).__name__}: "
-    what = error if isinstance(error, DataflowError) else f"{kind}{message_of(error)}".rstrip(": ")
+    what = str(error) if isinstance(error, DataflowError) else f"{kind}{message_of(error)}".rstrip(": ")
+    if place := _place_in(task.stage, error):
+        what = f"{what.rstrip('.')} ({place}){'.' * what.endswith('.')}"
     return StageFailed(
         f"{task.id.stage}[step {task.id.step}"
         + (f", part {task.id.part + 1} of {task.id.parts}" if task.id.parts > 1 else "")
         + f"] failed on '{task.stage.on}' after {elapsed:.1f} s: {what}\n  history: {story}"
     )
+
+
+def _place_in(stage: Stage, error: BaseException) -> str:
+    """Returns file and line in the file of a stage of the user's that an exception was raised in; "" if there is none.
+
+    One of another process has its traceback as a note.
+    """
+    code = getattr(inspect.unwrap(stage.fn), "__code__", None)
+    if code is None or stage.fn.__module__.startswith("dataflow."):
+        return ""
+    file = code.co_filename
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    notes = "\n".join(map(str, attribute_of(error, "__notes__", ())))
+    lines += re.findall(rf'File "{re.escape(file)}", line (\d+)', notes)
+    return f"{os.path.basename(file)}:{lines[-1]}" if lines else ""
 
 
 def method_of(service: Any, name: str) -> Callable[..., Any]:

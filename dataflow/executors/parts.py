@@ -135,7 +135,7 @@ class Parts:
         if task.take is not None and len(groups) != task.take:
             raise DataflowError(
                 f"stage '{name}' was to deliver {task.take} groups (task.take), not {len(groups)}: {listed(groups)}; "
-                "return exactly task.take whole groups."
+                "return exactly task.take whole groups; the run's groups= is to be the number that a step has."
             )
         formed = self._formed.setdefault(step, {})
         for part, before in formed.items():

@@ -6,6 +6,7 @@ Pure: no torch, no ray, no clock.
 from __future__ import annotations
 
 import inspect
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -145,3 +146,10 @@ def names_around(fn: Callable[..., Any], frame: FrameType) -> Mapping[str, Any]:
             return around.f_locals
         around = around.f_back
     return {}
+
+
+def placed(fn: Any) -> str:
+    """Returns the name of a function with its file and line."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    name = f"'{getattr(fn, '__name__', fn)}'"
+    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.errors import PipelineError, an
 from dataflow.signature.task_info import TaskInfo
 
 
@@ -61,6 +62,20 @@ class Hosted:
     writes: Mapping[str, str] = field(default_factory=dict)
     run_directory: bool = False
     around: Callable[[TaskInfo], AbstractContextManager[None]] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise PipelineError(f"Hosted({self.name!r}, ...): give the name of the service first.")
+        if not isinstance(self.factory, str) and not callable(self.factory):
+            raise PipelineError(
+                f"Hosted('{self.name}', ...): {an(type(self.factory).__name__)} builds no service; give the class or "
+                "function itself, which is called in the service's process, and its arguments as a dict after it."
+            )
+        if not isinstance(self.options, Mapping):
+            raise PipelineError(
+                f"Hosted('{self.name}', ...): its options are {an(type(self.options).__name__)}; give a dict of "
+                "keyword arguments."
+            )
 
     @property
     def lasting(self) -> bool:

@@ -28,7 +28,7 @@ PYTHON = {
     "README.md": ("test_readme.py", 1),
     "docs/concepts.md": ("test_site.py", 3),
     "docs/dry_runs.md": ("test_docs_dry_runs.py", 1),
-    "docs/pipelines.md": ("test_docs_pipelines.py", 5),
+    "docs/pipelines.md": ("test_docs_pipelines.py", 6),
     "docs/rewards.md": ("test_docs_rewards.py", 10),
     "docs/tools.md": ("test_docs_tools.py", 3),
 }

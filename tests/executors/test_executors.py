@@ -479,3 +479,25 @@ def test_virtual_refuses_what_it_cannot_do():
         run(VirtualExecutor(Back()), graph)
     with pytest.raises(DataflowError, match=r"there are no services, so 'trainer.digest' cannot be called"):
         asyncio.run(VirtualExecutor(Back()).ask("trainer", "digest"))
+
+
+@stage(writes="share", on="controller")
+def divides(prompts):
+    return 1 / (prompts - prompts)
+
+
+@pytest.mark.parametrize("executor", ["inline"], indirect=True)
+def test_a_task_that_fails_names_the_line_of_its_file(executor):
+    graph = expand(Pipeline([divides], inputs=["prompts"]), SchedulingPolicy(), 1)
+
+    async def main():
+        try:
+            await executor.open(graph.pipeline)
+            with pytest.raises(StageFailed) as error:
+                await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
+            line = divides.fn.__code__.co_firstlineno + 2
+            assert f": ZeroDivisionError: division by zero (test_executors.py:{line})\n" in str(error.value)
+        finally:
+            await executor.close()
+
+    asyncio.run(main())

@@ -40,6 +40,8 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     sys.modules[loader.name] = module
     try:
         loader.exec_module(module)
+    except PipelineError as error:
+        raise _placed(error, file) from error
     except UserError:
         raise
     except BaseException as error:
@@ -110,6 +112,8 @@ def _called(module: ModuleType, name: str, config: BaseConfig) -> Any:
         raise ConfigError(f"pipeline file '{module.__file__}': '{name}' is {_kind(function)}; define {name}(config).")
     try:
         return function(config)
+    except PipelineError as error:
+        raise _placed(error, module.__file__ or "") from error
     except UserError:
         raise
     except BaseException as error:
@@ -135,6 +139,14 @@ def _beside(error: BaseException, file: Path) -> str:
     if not name or not ((file.parent / name).is_dir() or (file.parent / f"{name}.py").is_file()):
         return ""
     return f"; it lies beside the file, so start with PYTHONPATH={file.parent} in the environment"
+
+
+def _placed(error: PipelineError, file: str | Path) -> PipelineError:
+    """Returns the error with file and line, unless it names them."""
+    file = Path(file)
+    if not (line := _line_in(error, file)) or f"{file.name}:" in str(error):
+        return error
+    return PipelineError(f"pipeline file '{file}'{line}: {error}")
 
 
 def _line_in(error: BaseException, file: str | Path) -> str:
