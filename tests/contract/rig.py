@@ -292,6 +292,7 @@ class Judge:
     Attributes:
         asked: the requests, as they came.
         answered: those that got a score.
+        errors: what its rule asserted in vain, which :meth:`close` raises.
         most: how many it had at a time.
     """
 
@@ -299,6 +300,7 @@ class Judge:
         self.rule = rule
         self.asked: list[Ask] = []
         self.answered: list[Ask] = []
+        self.errors: list[AssertionError] = []
         self.most = self.open = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -314,6 +316,7 @@ class Judge:
         self._over.set()
         self._server.shutdown()
         self._server.server_close()
+        assert not self.errors, self.errors[0]
 
     @property
     def order(self) -> list[int]:
@@ -347,6 +350,9 @@ class Judge:
                     reply = judge.rule(ask)
                     if isinstance(reply, Reply) and reply.hangs:
                         self._hang()
+                except AssertionError as error:  # which the run may survive by a further try
+                    judge.errors.append(error)
+                    raise
                 finally:
                     with judge._lock:
                         judge.open -= 1
