@@ -87,8 +87,8 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
         ("optim.lr=1", "unknown key 'optim.lr'; did you mean 'trainer.lr'?"),
         ("actor.optim.lr=1", "unknown key 'actor.optim.lr'; did you mean 'trainer.lr'?"),
         ("trainer.lr.x=1", "unknown key 'trainer.lr.x'; did you mean 'trainer.lr'?"),
-        ("val={m: 4}", "unknown key 'val.m'; keys of 'val': every, n, temperature."),
-        ("val.tmp=4", "unknown key 'val.tmp'; keys of 'val': every, n, temperature."),
+        ("val={m: 4}", "unknown key 'val.m'; keys of 'val': every, n, temperature, top_p, top_k."),
+        ("val.tmp=4", "unknown key 'val.tmp'; keys of 'val': every, n, temperature, top_p, top_k."),
         (
             "reward.models.a.prompt={foo: 1}",
             "unknown key 'reward.models.a.prompt.foo'; keys of 'reward.models.a.prompt': method, template, system, "

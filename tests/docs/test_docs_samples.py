@@ -49,6 +49,7 @@ def test_the_columns_are_those_of_the_files() -> None:
             "ground_truth": ["b"],
             "response_mask": ones,
             "attention_mask": ones,
+            "finish_reason": ["stop"],
         },
     )
     one = torch.ones(1)

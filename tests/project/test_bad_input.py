@@ -182,10 +182,6 @@ def test_a_value_that_is_wrong(refused: Said, argument: str, message: str) -> No
     assert message in refused(argument)
 
 
-def test_a_key_that_is_given_twice_is_refused(refused: Said) -> None:
-    assert "given twice" in refused("steps=2", "steps=2")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -605,7 +601,7 @@ MARKED: dict[str, tuple[str, Callable[[Path], Any]]] = {
             "prompts=8",
             "responses=4",
             "mini_batches=4",
-            "reward.concurrency=8",
+            "log.concurrency=8",
         ],
     ),
 }

@@ -223,12 +223,12 @@ def test_the_base_alone_says_what_training_needs(light: Path, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pyproject_holds_only_the_build_system_and_ruff() -> None:
+def test_pyproject_holds_only_what_setup_cfg_cannot() -> None:
     import tomllib
 
     found = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert set(found) == {"build-system", "tool"}
-    assert set(found["tool"]) == {"ruff"}
+    assert set(found["tool"]) == {"ruff", "uv"}
 
 
 def test_what_the_checks_name_exists(setup_cfg: configparser.RawConfigParser) -> None:

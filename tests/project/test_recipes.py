@@ -67,7 +67,7 @@ def test_a_recipe_fits_on_the_gpus_that_it_is_for(
     monkeypatch.setattr(needs, "cpu_memory", lambda: 512 * GIB)
     monkeypatch.setattr(needs, "free_disk", lambda place: 1000 * GIB)
     monkeypatch.setattr(needs, "check_judge", lambda urls, *_: f"{urls[0]} answers")
-    (tmp_path / "data.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 1024)
+    (tmp_path / "data.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 1319)
     keys = [f"data.train={tmp_path / 'data.jsonl'}", f"data.val={tmp_path / 'data.jsonl'}", f"runs={tmp_path / 'r'}"]
     code = main(["run", str(recipe), "dry=true", "--json", f"model.path={models[size]}", *keys])
     found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}

@@ -107,5 +107,6 @@ def test_arrows_lead_from_samples_to_updates(traces: tuple[Trace, Trace], tmp_pa
 
 @pytest.mark.slow
 def test_the_plan_is_the_same(traces: tuple[Trace, Trace]) -> None:
-    plans = [predict(of_trace(trace, "run", PlanConfig())) for trace in traces]
+    asked = PlanConfig.model_validate({"log": {"latency": "8", "concurrency": 8}})
+    plans = [predict(of_trace(trace, "run", asked)) for trace in traces]
     assert back(plans[1]) == str(plans[0])
