@@ -64,7 +64,7 @@ def after_all_rewards(record: Record) -> None:
 def test_baseline_computes_log_probs_while_rewards_come(train: Trainer, judge: Judge, tmp_path: Path) -> None:
     """The GPUs would wait for the judge before work that needs no reward, or train on stale samples."""
     Held(judge, tmp_path, lambda record: record.has("old_log_prob", 1))
-    record = train("policy=baseline", "steps=3", judge=judge, folder=tmp_path)
+    record = train("policy=baseline", "steps=3", "reward.tries=1", judge=judge, folder=tmp_path)
     after_all_rewards(record)
     strictly_on_policy(record)
 
@@ -72,7 +72,7 @@ def test_baseline_computes_log_probs_while_rewards_come(train: Trainer, judge: J
 def test_mini_batch_updates_while_rewards_come(train: Trainer, judge: Judge, tmp_path: Path) -> None:
     """The first update would wait for the slowest reward of the step; the samples stay strictly on-policy."""
     Held(judge, tmp_path, lambda record: record.has("actor_update", 1), groups=2)
-    record = train("policy=mini-batch", "steps=3", judge=judge, folder=tmp_path)
+    record = train("policy=mini-batch", "steps=3", "reward.tries=1", judge=judge, folder=tmp_path)
     assert record.task("actor_update", 1).begin < rewards_of(record, 1)
     strictly_on_policy(record)
 
@@ -80,7 +80,7 @@ def test_mini_batch_updates_while_rewards_come(train: Trainer, judge: Judge, tmp
 def test_off_policy_samples_while_rewards_come(train: Trainer, judge: Judge, tmp_path: Path) -> None:
     """The GPUs would stand still for a whole round of rewards; the samples are one step old, and never more."""
     Held(judge, tmp_path, lambda record: record.has("rollout", 2))
-    record = train("policy=off-policy", "steps=3", judge=judge, folder=tmp_path)
+    record = train("policy=off-policy", "steps=3", "reward.tries=1", judge=judge, folder=tmp_path)
     after_all_rewards(record)
     one_step_old(record)
 
@@ -88,5 +88,5 @@ def test_off_policy_samples_while_rewards_come(train: Trainer, judge: Judge, tmp
 def test_both_samples_and_updates_while_rewards_come(train: Trainer, judge: Judge, tmp_path: Path) -> None:
     """Rewards would hide behind the rollout or the updates alone, and a step be as slow as with the lesser one."""
     Held(judge, tmp_path, lambda record: record.has("rollout", 2) and record.has("actor_update", 1), groups=2)
-    record = train("policy=both", "steps=3", judge=judge, folder=tmp_path)
+    record = train("policy=both", "steps=3", "reward.tries=1", judge=judge, folder=tmp_path)
     one_step_old(record)
