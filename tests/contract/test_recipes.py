@@ -159,17 +159,16 @@ def test_an_adapter_is_trained_and_exported_merged(train: Trainer, tmp_path: Pat
     assert not any("embed" in name or "norm" in name for name in changed)
 
 
-def test_several_rewards_are_added_by_their_weights(train: Trainer, tmp_path: Path) -> None:
+def test_several_rewards_are_added_by_their_weights(train: Trainer, tmp_path: Path, reward: str) -> None:
     """One of two judges would count for nothing, or twice."""
-    run = train(
-        "judge.time_scale=0", "steps=1", "weights.judge=0.5", "weights.rule=2", folder=tmp_path,
-        pipeline=str(ROOT / "pipelines" / "two_judges.py"),
-    )  # fmt: skip
+    keys = (reward, "steps=1", "weights.judge=0.5", "weights.rule=2", "weights.length=0.25")
+    run = train(*keys, folder=tmp_path, pipeline=str(ROOT / "pipelines" / "two_judges.py"))
+    assert any(row["judge_score"] for row in run.samples)
     assert all(math.isclose(row["score"], total(row), abs_tol=1e-5) for row in run.samples)
 
 
 def total(row: dict[str, Any]) -> float:
-    return 0.5 * row["judge_score"] + 2 * row["rule_score"] - 0.05 * row["length_penalty"]
+    return 0.5 * row["judge_score"] + 2 * row["rule_score"] - 0.25 * row["length_penalty"]
 
 
 def test_problems_of_gsm8ks_form_are_read(tmp_path: Path, train: Trainer, reward: str) -> None:
