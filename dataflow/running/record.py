@@ -17,7 +17,7 @@ from loguru import logger
 from dataflow.columns.block_file import BlockFile
 from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.files import replaced, written
-from dataflow.running.remains import EARLIER, EVALUATIONS, summarise, total_so_far, written_by
+from dataflow.running.remains import EARLIER, EVALUATIONS, UNLOGGED, summarise, total_so_far, written_by
 from dataflow.running.reporting.agent_totals import AgentTotals, Stats
 from dataflow.running.reporting.throughput import throughput
 from dataflow.running.reporting.tracking import (
@@ -103,7 +103,7 @@ class Record:
                 logger.warning(f"the summary will not count the requests of earlier evaluations: {error}")
         for row in read_metrics(self.directory / METRICS):
             self._take(row.pop("step"), {name: value for name, value in row.items() if value is not None})
-        self.totals.resumed(written_by(self.directory).get("rewards") or {})
+        self.totals.resumed(written_by(self.directory).get("rewards") or {}, self.trace.meta.get(UNLOGGED, {}))
 
     def cut(self, step: int, early: frozenset[str], ahead: int) -> None:
         """Drops what follows a checkpoint.
@@ -131,11 +131,10 @@ class Record:
         self.trace.add(*(level for level in old.levels if level.at <= end))
         self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
         self.accurate = {at: value for at, value in self.accurate.items() if at <= step}
-        # A process that is killed later leaves the summary to its supervisor, which keeps one that exists.
-        (self.directory / SUMMARY).unlink(missing_ok=True)
         recorded, self.steps, self.summary = self.steps, step, {}
         self.totals.restarted((self.before, self.trace))
         meta = self.trace.meta
+        meta[UNLOGGED] = self.totals.beyond(r for r in read_metrics(self.directory / METRICS) if r["step"] <= step)
         for name in ("cut", "status"):
             meta.pop(name, None)
         last_steps = {METRICS: recorded}
@@ -180,7 +179,7 @@ class Record:
             ConfigError: a backend of the metrics cannot be opened.
             RunError: a file cannot be written.
         """
-        names = ("gaps", "resumed", "started", EARLIER)
+        names = ("gaps", "resumed", "started", EARLIER, UNLOGGED)
         kept: dict[str, Any] = {name: self.trace.meta[name] for name in names if name in self.trace.meta}
         self.trace.meta = {**meta, **kept}
         if self._tracker is None:
@@ -192,6 +191,9 @@ class Record:
                 self._writer = TraceWriter(temporary, self.trace.meta)
                 self._writer.add(*self.trace.spans, *self.trace.marks, *self.trace.levels)
             self._writer.path = path
+            # What it alone has is in the trace now. A process that is killed later leaves the summary to its
+            # supervisor, which keeps one that exists.
+            (self.directory / SUMMARY).unlink(missing_ok=True)
         else:
             self._writer = TraceWriter(path, self.trace.meta)
         self.trace.sink = self._writer.add

@@ -17,6 +17,8 @@ EVALUATIONS = "evaluations.json"
 """File with the trace of evaluations outside of the run's clock: before training, and after a resume."""
 EARLIER = "earlier_s"
 """What a trace's meta calls the seconds of the processes before the last one of a run that was resumed."""
+UNLOGGED = "unlogged"
+"""What a trace's meta calls the counts, by reward agent, that the rows of metrics lack since the run was resumed."""
 LAST_EVALUATIONS = 3
 """Number of last evaluations whose mean the summary has, as single ones swing by several points."""
 _FACTS = ("policy", "split", "max_staleness", "order")
@@ -55,7 +57,7 @@ def finish(directory: Path, status: str, steps: int | None) -> str:
         done, ended = int(written["steps"]), str(written["status"])
     except (OSError, ValueError, KeyError, TypeError):
         done, ended = 0, status
-    if ended == "finished":
+    if ended == "finished" and (steps is None or done >= steps):  # else it was to be resumed, to more steps
         return f"finished before that, and its files in {directory} are complete"
     return stopped(directory, done, steps)
 
@@ -193,9 +195,10 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
     for row in read_metrics(directory / METRICS):
         if (found := evaluation_in(row)) is not None:
             evaluations[row["step"]], accurate[row["step"]] = found
-        totals.step({name: value for name, value in row.items() if value is not None})
+        totals.step(row)
         if "timing_s/step" in row:
             done = max(done, row["step"])
+    totals.resumed({}, trace.meta.get(UNLOGGED, {}))
     config = directory / "config.yaml"
     if EARLIER in trace.meta:  # the configuration may be of the first process
         total_s: float | None = _processes_s(trace)

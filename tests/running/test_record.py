@@ -127,6 +127,37 @@ def test_a_summary_is_of_the_last_attempt(killed: Path) -> None:
     record.close()
 
 
+def test_what_was_paid_never_falls_whenever_a_process_is_killed(killed: Path) -> None:
+    def spent() -> tuple[int, int]:
+        """Returns what a supervisor writes, and checks that the next process begins with it."""
+        finish(killed, "failed", STEPS)
+        counts = json.loads((killed / "summary.json").read_text())["rewards"]
+        (killed / "summary.json").unlink()
+        again = Record(killed, Backends([]))
+        again.load()
+        again.summarise(0.0)
+        assert again.summary["rewards"] == counts
+        return counts["tokens"], counts["hedged"]
+
+    record = go_on(killed)
+    record.leave(1.0, {"reward": {"tokens": 7, "hedged": 2}})  # interrupted: after the last row
+    record.close()
+    unopened = Record(killed, Backends([]))
+    unopened.load()
+    unopened.cut(POINT, frozenset({"rollout"}), AHEAD)  # killed while its services start
+    assert json.loads((killed / "summary.json").read_text())["rewards"]["tokens"] == 10 * STEPS + 7
+    record = go_on(killed)
+    assert spent() == (10 * STEPS + 7, 2)
+    train(record, POINT + 1)
+    assert spent() == (10 * STEPS + 7 + 10, 2)
+    record.leave(1.0, {"reward": {"tokens": 15, "hedged": 0}})  # the trainer died
+    record.cut(POINT, frozenset({"rollout"}), AHEAD)
+    record.open(META)
+    assert spent() == (10 * STEPS + 7 + 15, 2)
+    record.leave(1.0)
+    record.close()
+
+
 def test_evaluations_after_the_checkpoint_are_not_counted(killed: Path) -> None:
     record = go_on(killed)
     evaluate(record, POINT)

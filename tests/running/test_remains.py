@@ -82,6 +82,10 @@ def test_the_time_in_all_stands_beside_that_of_training() -> None:
             {"status": "failed", "steps": 3},
             "stopped after 3 of 7 steps; 'dataflow timeline {0} -o {0}.html' draws",
         ),
+        (
+            {"status": "finished", "steps": 3},  # resumed to more steps, and killed while its services started
+            "stopped after 3 of 7 steps; 'dataflow timeline {0} -o {0}.html' draws",
+        ),
         ({"status": "finished", "steps": 7}, "finished before that, and its files in {0} are complete"),
     ],
 )
@@ -92,7 +96,7 @@ def test_what_is_said_of_a_run_whose_process_was_killed(
         (tmp_path / "summary.json").write_text(json.dumps(written))
     found = finish_killed(tmp_path, "failed", 7)
     assert found.startswith(said.format(tmp_path))
-    assert found.endswith("; run it again") == (written is None or written["status"] != "finished")
+    assert found.endswith("; run it again") == said.startswith("stopped")
     status = json.loads((tmp_path / "summary.json").read_text())["status"]
     assert status == (written["status"] if written else "failed")
 

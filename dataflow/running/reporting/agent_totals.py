@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dataflow.rewards.naming import MAIN
@@ -30,26 +30,34 @@ class AgentTotals:
         """Returns the agents' stats plus the counts of earlier processes of each, so that no count ever decreases."""
         return {agent: self._totals(agent).seen(of) for agent, of in stats.items()}
 
-    def step(self, metrics: Mapping[str, float]) -> None:
+    def step(self, metrics: Mapping[str, float | None]) -> None:
         """Adds the usage that a step logged."""
         found = filter(None, map(_METRIC.match, metrics))
         for agent in dict.fromkeys(match["agent"] or MAIN for match in found):
             self._totals(agent).step(metrics)
 
-    def resumed(self, counts: Mapping[str, Any]) -> None:
+    def resumed(self, counts: Mapping[str, Any], unlogged: Mapping[str, Mapping[str, int]]) -> None:
         """Begins a process of a run that resumes; see :meth:`RewardTotals.resumed`.
 
         Args:
             counts: ``rewards`` of the summary that the earlier processes left.
+            unlogged: what :meth:`beyond` returned when the run was resumed before.
         """
         each = counts.get("agents") or {next(iter(self._of), MAIN): counts}
-        for agent in dict.fromkeys([*each, *self._of]):
-            self._totals(agent).resumed(each.get(agent, {}))
+        for agent in dict.fromkeys([*each, *unlogged, *self._of]):
+            self._totals(agent).resumed(each.get(agent, {}), unlogged.get(agent, {}))
 
     def restarted(self, traces: Sequence[Trace]) -> None:
         """Begins an attempt with new agents, given what remains of the traces so far."""
         for agent, totals in self._of.items():
             totals.restarted([part_of(trace, agent) for trace in traces])
+
+    def beyond(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+        """Returns what each agent spent until an attempt began, less what the rows of metrics that stay have of it."""
+        logged = AgentTotals()
+        for row in rows:
+            logged.step(row)
+        return {agent: dict(totals.spent - logged._totals(agent).spent) for agent, totals in self._of.items()}
 
     def counts(self, traces: Sequence[Trace], stats: Stats | None = None) -> dict[str, Any]:
         """Returns the ``rewards`` of a run's summary; {} if it requested none.

@@ -43,19 +43,21 @@ class RewardTotals:
                 total[name] = now + self._lost[name]
         return total
 
-    def step(self, metrics: Mapping[str, float]) -> None:
+    def step(self, metrics: Mapping[str, float | None]) -> None:
         """Adds the usage that a step logged."""
         for name in _SPENT:
-            self._used[name] += int(metrics.get(metric(self._agent, name), 0))
+            self._used[name] += int(metrics.get(metric(self._agent, name)) or 0)
 
-    def resumed(self, counts: Mapping[str, Any]) -> None:
+    def resumed(self, counts: Mapping[str, Any], unlogged: Mapping[str, int]) -> None:
         """Begins a process of a run that resumes, after :meth:`step` has seen what earlier ones logged.
 
         Args:
             counts: of the earlier processes, as their summary has them: with what was paid for after the last log.
+            unlogged: of them, where they left no summary: what the logs that were kept do not have.
         """
         for name in _SPENT:
-            self._earlier[name] = max(int(counts.get(name, 0)), self._used.pop(name, 0))
+            logged = self._used.pop(name, 0) + int(unlogged.get(name, 0))
+            self._earlier[name] = max(int(counts.get(name, 0)), logged)
 
     def restarted(self, traces: Iterable[Trace]) -> None:
         """Begins an attempt with a new agent, given what remains of the traces so far."""
@@ -116,6 +118,11 @@ class RewardTotals:
         if not counts:
             return {}
         return {**counts, "latency_s": {name: latency.get(name) for name in QUANTILES}}
+
+    @property
+    def spent(self) -> Counter[str]:
+        """What was spent until the attempt began, in all processes."""
+        return Counter({name: self._spent(name, self._lost) for name in _SPENT})
 
     def _spent(self, name: str, total: Mapping[str, Any]) -> int:
         return self._earlier[name] + int(max(total.get(name, 0), self._used[name]))

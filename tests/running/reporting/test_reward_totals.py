@@ -71,7 +71,7 @@ def test_each_attempt_and_each_process_adds_what_it_paid() -> None:
     totals = RewardTotals()
     trace = [asked(4, *[""] * 4)]
     totals.step({"reward/tokens": 300.0})
-    totals.resumed({"tokens": 340})  # 40 of them after the last log
+    totals.resumed({"tokens": 340}, {})  # 40 of them after the last log
     totals.restarted(trace)
     totals.step({"reward/tokens": 100.0})
     assert totals.counts(trace, {"tokens": 150})["tokens"] == 340 + 150
@@ -80,8 +80,8 @@ def test_each_attempt_and_each_process_adds_what_it_paid() -> None:
     assert totals.counts(trace, {"tokens": 200})["tokens"] == 340 + 150 + 200
     killed = RewardTotals()
     killed.step({"reward/tokens": 300.0})
-    killed.resumed({})
-    assert killed.counts(trace, {"tokens": 50})["tokens"] == 350
+    killed.resumed({}, {"tokens": 30})
+    assert killed.counts(trace, {"tokens": 50})["tokens"] == 380
 
 
 def test_what_steps_logged_counts_where_no_agent_can_be_asked() -> None:
