@@ -176,12 +176,9 @@ class ScoringJob:
         self.state = state
 
     @property
-    def queued(self) -> bool:
+    def wanted(self) -> bool:
         """Whether a call of it is queued."""
         return self.state is JobState.QUEUED or self.state is JobState.HEDGING
-
-    # Whether its entry in a queue is still valid; after a start from a better position, the older one is not.
-    wanted = queued
 
     @property
     def second(self) -> bool:

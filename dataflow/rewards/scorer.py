@@ -84,7 +84,7 @@ class Scorer:
 
     def reprioritise(self, job: ScoringJob) -> None:
         """Moves a queued job to its new priority; one that is not queued has it at its next try."""
-        if job.queued:
+        if job.wanted:
             self._limiter.push(job)
 
     def start(self, job: ScoringJob, queue: EndpointQueue) -> None:
@@ -233,7 +233,7 @@ class Scorer:
             self._give_up(job, error)
             return
         # A hedge that is still queued becomes the next try.
-        wait_s = 0.0 if job.queued else self._retry.wait_s(tries, error)
+        wait_s = 0.0 if job.wanted else self._retry.wait_s(tries, error)
         if now + wait_s >= job.deadline:
             self._give_up(job, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
             return
@@ -241,7 +241,7 @@ class Scorer:
         job.errors[-1] += f", {wait_s:.3g} s"
         if self._router is not None:
             job.avoids = self._router.avoiding(queue.name, job.avoids)
-        if job.queued:
+        if job.wanted:
             self._become_try(job)
         else:
             job.to(JobState.BACKOFF)
@@ -256,7 +256,7 @@ class Scorer:
         job.resent += 1
         self._router.counts["resent"] += 1
         job.avoids = self._router.avoiding(queue.name, job.avoids)
-        if job.queued:
+        if job.wanted:
             self._become_try(job)
         else:
             job.to(JobState.BACKOFF)
