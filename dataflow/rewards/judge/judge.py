@@ -18,7 +18,7 @@ from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
 from dataflow.rewards.judge.chat import Chat, make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
-from dataflow.rewards.judge.reply import BROKEN_OFF, Reply, read
+from dataflow.rewards.judge.reply import BROKEN_OFF, LINE_END, Reply, read
 from dataflow.rewards.limits.router import Router, Routing
 from dataflow.system.address import without_login
 from dataflow.system.http import short
@@ -37,7 +37,6 @@ SCORE_LINE = (
 full stop, with full-width signs, and with any Unicode digits."""
 _FLAGS = re.IGNORECASE | re.MULTILINE
 _SCORE = re.compile(SCORE_LINE, _FLAGS)
-_LINE_END = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 _ASCII = str.maketrans("\u2212\uff0e", "-.")  # float() does not accept these; it does accept all digits
 _EXPLANATION = 2000  # characters
 _CUT_FIXES = dict.fromkeys(
@@ -164,7 +163,7 @@ class Judge:
         if self._system is not None:
             chat.insert(0, {"role": "system", "content": self._system.fill(values)})
         url, raw = await self._send(f"{self._head}{json.dumps(chat)}}}".encode())
-        reply = read(url, raw)
+        reply = read(url, raw, self._pattern)
         tokens = self._budget.count(reply.usage, sum(len(turn["content"]) for turn in chat), reply.characters)
         try:
             score = self._score(reply)
@@ -285,7 +284,7 @@ def parse_score(
     1.0
     """
     # Models and servers use any line ending; the pattern matches "\n" only.
-    text = _LINE_END.sub("\n", content).removeprefix("\ufeff")
+    text = LINE_END.sub("\n", content).removeprefix("\ufeff")
     found = list(pattern.finditer(text))
     # Not "is": re.compile() may return another object for the same pattern.
     ours = pattern == _SCORE

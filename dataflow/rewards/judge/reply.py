@@ -17,11 +17,23 @@ BROKEN_OFF = ("error", "abort")
 """Reasons to finish by which a reply is not complete through no property of its own."""
 _CUT = ("length", "max_tokens", "content_filter", *BROKEN_OFF)
 """Reasons to finish by which a reply is not complete."""
-_TAG = re.compile(
-    r"</?(?:seed:)?(?:think|thinking|thought|reasoning)>|\[/?THINK\]|\u25c1/?think\u25b7|<\|channel\|>final<\|message\|>",
+_TAGS = "|".join(
+    (
+        r"</?(?:seed:)?(?:think|thinking|thought|reasoning)>",
+        r"\[/?THINK\]",
+        r"\u25c1/?think\u25b7",
+        r"<\|channel\|>final<\|message\|>",
+    )
+)
+_TAG = re.compile(_TAGS, re.IGNORECASE)
+"""Begins or ends thinking in the text of a reply, for a server that does not separate it."""
+_SPOKEN = re.compile(
+    rf"(?<=[`'\"(*\u2018\u201c])(?:{_TAGS})(?=[`'\")*\u2019\u201d])|(?<!\S)(?:{_TAGS})(?=[.,;:!?)]|[ \t]+(?-i:[a-z]))",
     re.IGNORECASE,
 )
-"""Begins or ends thinking in the text of a reply, for a server that does not separate it."""
+"""Such a tag in quotation marks, or within a sentence: one that the text may only speak of."""
+LINE_END = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
+"""Line ends, other than a newline, that models and servers use."""
 
 
 async def whole(
@@ -75,26 +87,29 @@ class Reply:
     usage: Any
 
 
-def read(url: str, raw: bytes) -> Reply:
+def read(url: str, raw: bytes, verdict: re.Pattern[str]) -> Reply:
     """Reads the body of a reply.
 
+    Args:
+        url: of the request, for messages.
+        raw: the body.
+        verdict: what the answer is to hold.
+
     Raises:
-        JudgeError: it is broken, an error, or holds no message.
+        JudgeError: it is broken, or holds no message.
     """
     answer = _parsed(url, raw)
-    if (refusal := refused_within(url, answer, {})) is not None:
-        raise refusal
     with suppress(LookupError, TypeError, ValueError, AttributeError):
         choices, usage = answer["choices"], answer.get("usage")
         if not choices:
             return Reply(None, f"'choices': {json.dumps(choices)}", "", 0, usage)
         choice = choices[0]
-        return _said(dict(choice["message"]), choice.get("finish_reason"), usage)
+        return _said(dict(choice["message"]), choice.get("finish_reason"), usage, verdict)
     fix = "see that judge.url is an OpenAI-style chat server"
     raise JudgeError(f"{url} answered without choices[0].message: {_beginning(raw)}", fix=fix)
 
 
-def _said(message: dict[str, Any], why: Any, usage: Any) -> Reply:
+def _said(message: dict[str, Any], why: Any, usage: Any, verdict: re.Pattern[str]) -> Reply:
     content = message.pop("content", None)
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) and not _thinks(part) else part for part in parts]
@@ -102,24 +117,37 @@ def _said(message: dict[str, Any], why: Any, usage: Any) -> Reply:
     # Servers that separate thinking and answer have a field for each.
     others = {name: value for name, value in message.items() if value and name != "role"}
     characters = sum(map(len, said)) + sum(len(value) for value in others.values() if isinstance(value, str))
-    text, instead = behind_thinking("\n".join(said)), "thinking that does not end"
+    text, instead = behind_thinking("\n".join(said), verdict), "thinking that does not end"
     if text is not None and not text.strip() and (others or not said):
         text, instead = None, _named({"content": content, **others} if content else others)
     return Reply(text, instead, str(why) if why in _CUT else "", characters, usage)
 
 
-def behind_thinking(text: str) -> str | None:
+def behind_thinking(text: str, verdict: re.Pattern[str]) -> str | None:
     """Returns a reply without its thinking, in linear time; None if that does not end.
 
-    The tag that begins it may be missing: many chat templates write it into the prompt.
+    The tag that begins it may be missing: many chat templates write it into the prompt. A tag that ends it is only
+    spoken of if it stands within a sentence and no verdict follows.
 
-    >>> behind_thinking("<think>Score: 0?</think>Score: 1"), behind_thinking("Score: 0?</think>Score: 1")
+    >>> score = re.compile("Score: 1")
+    >>> behind_thinking("<think>Score: 0?</think>Score: 1", score), behind_thinking("Score: 0?</think>Score: 1", score)
     ('Score: 1', 'Score: 1')
+    >>> behind_thinking("Score: 1, but it lacks its </think> tag.", score)
+    'Score: 1, but it lacks its </think> tag.'
     """
+    text = LINE_END.sub("\n", text)
+    tags = list(_TAG.finditer(text))
+    ends = [*(tag.start() for tag in tags[1:]), len(text)]
+    behind = (tag.end() for tag, end in zip(tags, ends, strict=False) if verdict.search(text[tag.end() : end]))
+    last = max(behind, default=0)
     kept: list[str] = []
     done, begin = 0, -1
-    for tag in _TAG.finditer(text):
+    for tag in tags:
         if "/" in tag[0] or "|" in tag[0]:
+            within = begin < 0 or (text[begin - 1 : begin] not in ("", "\n") and _SPOKEN.match(text, begin))
+            if within and tag.end() > last and _SPOKEN.match(text, tag.start()):
+                begin = -1
+                continue
             if begin >= 0:
                 kept.append(text[done:begin])
             else:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from dataflow.rewards.judge.errors import JudgeError
-from dataflow.rewards.judge.judge import Judge
-from dataflow.rewards.judge.reply import behind_thinking
+from dataflow.rewards.judge.judge import SCORE_LINE, Judge
+from dataflow.rewards.judge.reply import behind_thinking, whole
 from tests.rewards.judge.test_judge import answering
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,7 +26,10 @@ class Canned:
         self.raw = json.dumps(body).encode()
 
     async def send(self, url: str, body: bytes) -> bytes:
-        return self.raw
+        async def pieces() -> AsyncIterator[bytes]:
+            yield self.raw
+
+        return await whole(url, pieces(), 1 << 20)
 
     async def close(self) -> None: ...
 
@@ -64,6 +69,22 @@ THOUGHTS = [{"type": "thinking", "thinking": [text("Score: 0")]}, text("Score: 0
         "\u25c1think\u25b7\nScore: 0\n\u25c1/think\u25b7Score: 1",
         "<|channel|>analysis<|message|>\nScore: 0\n<|end|><|start|>assistant<|channel|>final<|message|>Score: 1",
         "The response ends its <think> block.\nScore: 1",
+        "Score: 0?\nNo, reasoning</think>\nScore: 1",
+        "Is it?\nScore: 0\nNo.</think>Score: 1",
+        "Is it?\nScore: 0\nreasoning </think> score: 1",
+        "Is it?\nScore: 0\nreasoning\r\n</think> Score: 1\r\n",
+        "Is it?\nScore: 0\nreasoning </think> so it is right.\nScore: 1",
+        "Score: 1\nIt closes its </think> tag.",
+        "Score: 1\nIt closes its [/THINK] tag.",
+        "Score: 1\rIt closes its </reasoning> tag.",
+        "Score: 1\n- It ends with `</think>`",
+        "Score: 1\n`</think>` is there.",
+        "Score: 1\n</think> is missing.",
+        "Score: 1\nIt ends with </think>.",
+        "Score: 1\nIt writes <|channel|>final<|message|> twice, </think> and </think> too.",
+        "Its <think> block is fine.\nScore: 1\nIt closes its </think> tag.",
+        "<think>\nScore: 0\n</think>\nScore: 1\nIt closes its </think> tag.",
+        "Its </think> tag is there.\nScore: 1\nIt uses </think> once.",
         {"content": "Score: 1", "reasoning_content": "Score: 0"},
         {"content": "Score: 1", "reasoning": "Score: 0", "refusal": None, "tool_calls": []},
         {"content": [text("Score: 1")]},
@@ -84,6 +105,11 @@ def test_the_verdict_is_behind_the_thinking(message: Any) -> None:
         ("<think>\nScore: 0\n", "stop", "has no answer, only thinking that does not end"),
         ("<think>\nScore: 0\n", "length", "only thinking that does not end, and ended by 'length'"),
         ("<think>\nScore: 0\n</think>", "stop", "has 0 lines 'Score: <number>', not one: ''"),
+        ("Score: 0\nhm\n</think>", "stop", "has 0 lines 'Score: <number>', not one: ''"),
+        ("Score: 0\nhm</think>I cannot.", "stop", "has 0 lines 'Score: <number>', not one: 'I cannot.'"),
+        ("Score: 0\nhm. </think> I cannot.", "stop", "has 0 lines 'Score: <number>', not one: 'I cannot.'"),
+        ("Score: 0\n</think>**I cannot.**", "stop", "has 0 lines 'Score: <number>', not one: '**I cannot.**'"),
+        ("<think>\nScore: 0\nIt closes its </think> tag.", "stop", "has 0 lines 'Score: <number>', not one: 'tag.'"),
         ({"content": None, "reasoning_content": "Score: 1"}, "stop", "no answer, only reasoning_content: 'Score: 1'"),
         ({"content": "", "reasoning": "Score: 1"}, "length", "only reasoning: 'Score: 1', and ended by 'length'"),
         ({"reasoning": "hm", "tool_calls": [{"id": "1"}]}, "tool_calls", "only reasoning and tool_calls: 'hm'"),
@@ -174,6 +200,9 @@ def test_an_empty_error_is_none(nothing: Any) -> None:
     assert result({"error": nothing, **said("Score: 1")})["score"] == 1
 
 
-@pytest.mark.parametrize("piece", ["<think>", "</think>", "<think></think>", "<", "\n<think>", "a"])
+@pytest.mark.parametrize(
+    "piece", ["<think>", "</think>", "<think></think>", "<", "\n<think>", "a", " </think> a", " <think> a </think> a"]
+)
 def test_thinking_is_left_out_in_linear_time(piece: str) -> None:
-    behind_thinking(piece * (400_000 // len(piece)))
+    score = re.compile(SCORE_LINE, re.IGNORECASE | re.MULTILINE)
+    behind_thinking(piece * (400_000 // len(piece)), score)
