@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,9 +33,9 @@ _SHORT = {"policy.preset": "policy", "resume.mode": "resume"}
 _POLICY = "policy=baseline is what verl does. Try policy=both, which hides slow rewards behind GPU work."
 _AGAIN = "bash run.sh policy=both dry=true"
 
-_SIZES = {"data.prompts", "engine.n", "engine.replicas", "engine.tensor_parallel", "trainer.mini_batches",
-          "trainer.world_size"}  # fmt: skip
-"""Keys that others must fit."""
+_FITTING = {"algorithm.adv_estimator": "remax", "data.prompts": 1, "engine.n": 2, "policy.preset": "baseline",
+            "steps": 10**9, "trainer.mini_batches": 1, "trainer.world_size": 1}  # fmt: skip
+"""What most values of others fit, of the keys that others must fit."""
 _TOY = ("lr", "betas", "weight_decay", "warmup_steps")
 
 
@@ -102,7 +103,7 @@ class Imported:
     Attributes:
         source: its name.
         pipeline: the file that runs it.
-        config: our configuration, built from the overrides.
+        config: our configuration, built from the overrides and values that fit them in place of those that are missing.
         overrides: by key.
         mapped: keys with a counterpart, those that the launch sets.
         fine: keys that the launch sets and that need nothing here, with the reason.
@@ -249,13 +250,9 @@ def import_settings(settings: Settings, source: str, unknown: Mapping[str, Unkno
             origin[name] = key
     for name in (*found.open, *found.missing):
         wanted.pop(name, None)
-    try:
-        found.config, found.overrides = _fitted(type(found.config), wanted, origin)
-    except ConfigError:
-        if _SIZES.isdisjoint((*found.missing, *found.open)):
-            raise
-        # What does not fit the sizes by default may fit those that are missing; the run itself checks it.
-        found.overrides = _fewest(found.config, wanted)
+    fitting = _fitting(found.config, wanted, {*found.open, *found.missing})
+    found.config, overrides = _fitted(type(found.config), wanted | fitting, origin)
+    found.overrides = {key: value for key, value in overrides.items() if key not in fitting}
     lost = {each.key for each in found.lost}
     for key in ordered:
         if key in mapped and key in given and key not in lost:
@@ -284,6 +281,24 @@ def _file(found: Imported, key: str, value: Any, meaning: Meaning, settings: Set
             found.fine.append(Lost(key, value, meaning.note))
     else:
         found.lost.append(Lost(key, value, meaning.note))
+
+
+def _fitting(base: RunConfig, wanted: Mapping[str, Any], unknown: Collection[str]) -> dict[str, Any]:
+    """Returns values for keys that are not known, so that only what the launch itself gives is refused; the run checks
+    those that it gets."""
+    found = {key: value for key, value in _FITTING.items() if key in unknown}
+
+    def size(key: str) -> int:
+        value = found.get(key, wanted.get(key, _held(base, key)))
+        return value if type(value) is int and value > 0 else 1
+
+    world, n = size("trainer.world_size"), size("engine.n")
+    if "data.prompts" in found:
+        found["data.prompts"] = world // math.gcd(n, world)
+    elif "engine.n" in found:
+        rows = size("data.prompts") // size("trainer.mini_batches")
+        found["engine.n"] = max(2, world // math.gcd(rows, world))
+    return found
 
 
 def _fitted(
@@ -320,7 +335,7 @@ def _built(kind: type[RunConfig], overrides: Mapping[str, Any], origin: Mapping[
     try:
         return parse_overrides(kind, [f"{key}={as_text(value)}" for key, value in overrides.items()])
     except UserError as error:
-        key = next((each for each in overrides if str(error).startswith((f"{each}=", f"{each}:"))), None)
+        key = next((each for each in origin if str(error).startswith((f"{each}=", f"{each}:"))), None)
         from_ = f"{origin[key]} becomes " if key is not None else "what the launch becomes is refused: "
         raise ConfigError(f"{from_}{error}") from error
 

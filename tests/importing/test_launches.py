@@ -356,6 +356,40 @@ def test_what_only_the_training_machine_has_is_left_to_its_shell(rows: Path) -> 
     assert config.custom_reward_function.path == "/c/score.py"
 
 
+SIZES = ("trainer.n_gpus_per_node=$N", "actor_rollout_ref.rollout.n=$N", "data.train_batch_size=$N")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("actor_rollout_ref.rollout.temperature=-3", "becomes engine.temperature=-3: give a number of at least 0."),
+        (f"{OPTIM}.lr=0", "becomes trainer.lr=0: give a number greater than 0."),
+    ],
+)
+def test_a_wrong_value_beside_a_size_that_is_missing_is_refused(
+    rows: Path, size: str, change: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{change.partition('=')[0]} {message}"):
+        imported(GRPO.replace("$@", f"{size} {change} $@"), rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        *((size, None) for size in SIZES),
+        (f"{OPTIM}.lr_warmup_steps=700 data.train_files=/elsewhere/train.parquet", "steps"),
+        ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=$ESTIMATOR", "algorithm.adv_estimator"),
+        ("trainer.n_gpus_per_node=6 actor_rollout_ref.rollout.n=$N", "engine.n"),
+        ("trainer.n_gpus_per_node=6 data.train_batch_size=$N", "data.prompts"),
+    ],
+)
+def test_what_is_missing_may_be_what_fits(rows: Path, change: str, missing: str | None) -> None:
+    found = imported(GRPO.replace("$@", f"{change} $@"), rows)
+    assert {*found.missing, *found.open}.isdisjoint(found.overrides)
+    assert missing is None or missing in {*found.missing, *found.open}
+
+
 def test_the_facts_are_json(rows: Path) -> None:
     facts = json.loads(json.dumps(imported(GRPO, rows).as_dict(), default=str))
     assert facts["pipeline"] == "pipelines/gsm8k_grpo.py"
