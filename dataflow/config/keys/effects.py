@@ -182,7 +182,7 @@ EFFECTS: Mapping[str, tuple[Beside, ...]] = {
     ),
 }
 """What a key needs to have an effect: all of these."""
-_HAVE = ("has", "have")
+_NUMBER = (("has", "it"), ("have", "them"))
 
 
 def without_effect(
@@ -214,10 +214,11 @@ def without_effect(
             if (lost := next((need for need in needs if not need.met(of(key), of)), None)) is not None:
                 beside = " and ".join(f"{named(other)}={yaml_values.inline(of(other))}" for other in lost.keys)
                 idle.setdefault(beside, []).append(named(key))
-    return [
-        f"{', '.join(keys)} {_HAVE[len(keys) > 1]} no effect with {beside}; leave it out, or change that."
-        for beside, keys in idle.items()
-    ]
+    found = []
+    for beside, keys in idle.items():
+        have, them = _NUMBER[len(keys) > 1]
+        found.append(f"{', '.join(keys)} {have} no effect with {beside}; leave {them} out, or change that.")
+    return found
 
 
 def _section(config: BaseModel, key: str) -> tuple[Any, str]:

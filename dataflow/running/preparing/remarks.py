@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config.keys.effects import without_effect
 from dataflow.config.reward import Source, sources_of
-from dataflow.config.run import RunConfig
+from dataflow.config.run import DataConfig, RunConfig
 from dataflow.config.training.critic import CriticConfig
 from dataflow.data.rows import GSM8K, IMAGES
 from dataflow.errors import counted
@@ -92,7 +92,7 @@ def _of_data(config: RunConfig, train: Problems, val: Problems) -> Iterator[str]
             "or val.every=0."
         )
     if config.val.every and data.val is not None:
-        chosen = "data.val_size" in config.given_keys
+        chosen = most != DataConfig.model_fields["val_size"].default
         if most < there and not chosen:
             yield (
                 f"data.val_size={most}: of the {there:,} problems of {val.name}, evaluations use the first {most:,}; "
@@ -100,5 +100,6 @@ def _of_data(config: RunConfig, train: Problems, val: Problems) -> Iterator[str]
             )
         if most > there and chosen:
             yield f"data.val_size={most} has no effect: {val.name} has {counted(there, 'problem')}; leave it out."
-    if "data.image_key" in config.given_keys and not any(row.get(IMAGES) for row in (*train.rows, *val.rows)):
+    named = data.image_key != DataConfig.model_fields["image_key"].default
+    if named and not any(row.get(IMAGES) for row in (*train.rows, *val.rows)):
         yield f"data.image_key={data.image_key} has no effect: no row has images in a column of that name; correct it."

@@ -117,7 +117,9 @@ def test_what_was_not_given_or_is_the_default_is_not_named() -> None:
 
 def test_keys_with_one_reason_are_one_sentence_without_their_values() -> None:
     (sentence,) = said("custom_reward_function.path=f.py", "judge.url=http://me:secret@h:1", "judge.model=x")
-    assert sentence.startswith("judge.url, judge.model have no effect with custom_reward_function.path=f.py; ")
+    assert sentence.startswith(
+        "judge.url, judge.model have no effect with custom_reward_function.path=f.py; leave them"
+    )
 
 
 def test_the_keys_of_a_further_agent_are_its_own() -> None:
