@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from loguru import logger
+
 from dataflow.errors import DataflowError
 from dataflow.executors.base import Chunk, Done, Executor, Kept, Queueing, StageCall
 from dataflow.executors.calling import failure
@@ -94,14 +96,17 @@ class Runner:
         """
         try:
             await self._drive()
+            if self._failure is not None:
+                raise self._failure
         except BaseException:
-            # An interrupt, an input that cannot be read, a callback that raised: no task may keep running.
+            # A task that failed, an interrupt, a callback that raised: no task may keep running.
             self.stop()
-            self._report_late()
+            try:
+                self._report_late()
+            except Exception as error:  # the first one counts
+                logger.warning(f"the metrics of the last steps are not all reported: {error!r}")
             raise
         self._report_late()
-        if self._failure is not None:
-            raise self._failure
         return self.trace
 
     async def _drive(self) -> None:

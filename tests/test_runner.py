@@ -28,6 +28,7 @@ from dataflow.testing import (
 )
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs.golden import check_golden
+from tests.rigs.logs import logged
 from tests.rigs.memory import size_of
 
 DICE = st.randoms(use_true_random=False)
@@ -417,6 +418,30 @@ def test_what_ended_late_is_reported_though_the_run_ends_before_the_rest_of_its_
             on_step=lambda step, metrics: told.append((step, metrics)),
         )
     assert told == [(1, {}), (1, {"val": 0.5})]
+
+
+def test_the_first_error_counts_though_what_ended_late_cannot_be_reported():
+    from dataflow.executors.inline import InlineExecutor
+
+    async def score(actor, *, task):
+        task.log({"val": 0.5})
+
+    async def write(actor, scores):
+        raise ValueError("first")
+
+    def report(step, metrics):
+        if metrics:
+            raise OSError("disk full")
+
+    stages = [
+        stage(writes="actor", on="gpu")(lambda prompts: 1).bind(name="train"),
+        stage(writes="scores", on="reward", role="validates")(score).bind(every=1),
+        stage(on="io")(write).bind(every=1),
+    ]
+    graph = expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(), 1)
+    with logged() as warnings, pytest.raises(StageFailed, match="first"):
+        run(graph, InlineExecutor(), on_step=report)
+    assert ["disk full" in line for line in warnings] == [True]
 
 
 def test_tasks_start_before_the_one_that_they_waited_for_is_recorded():

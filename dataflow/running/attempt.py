@@ -235,9 +235,11 @@ class Attempt:
             async with asyncio.timeout(_LAST_S):
                 # An agent in actors has their numbers of the last step, until it asks them.
                 return {**await self._stats(), **await self._stats("refresh")}
-        except (DataflowError, LookupError, TimeoutError, asyncio.CancelledError) as error:
+        except (DataflowError, LookupError, TimeoutError) as error:
             logger.debug(f"the summary lacks what was paid for since the last step: {error!r}")
-            return {}
+        except Exception as error:  # the first error counts, and the record is still to be ended
+            logger.warning(f"the summary lacks what was paid for since the last step: {error!r}")
+        return {}
 
     async def _finish_model(self) -> str | None:
         """Exports the trained model if ``checkpoint.export`` is set; returns the digest of its weights."""

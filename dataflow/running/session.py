@@ -282,9 +282,15 @@ class Session:
         )
         attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._ready, auto, self._server)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
+        stats = None
         try:
             record.open(self._meta())
-            digest, stats = await attempt.run(point)
+            try:
+                digest, stats = await attempt.run(point)
+            except BaseException:
+                stopping.calls(None)
+                stats = await attempt.last_stats()
+                raise
             record.summarise(clock.now() - self._began, digest, stats)
         except (asyncio.CancelledError, RunError) as error:
             if self._lost is not None:
@@ -301,7 +307,7 @@ class Session:
             if record.trace.meta["status"] == "running":
                 record.trace.meta["status"] = "failed"
             try:
-                record.leave(clock.now() - self._began, None if record.summary else await attempt.last_stats())
+                record.leave(clock.now() - self._began, stats)
             finally:
                 await attempt.close(sys.exception())
 

@@ -1,0 +1,70 @@
+"""The end of an attempt: the error that ended it is raised, and the record is written, whatever else happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dataflow.errors import Interrupted, RunError, StageFailed
+from dataflow.running import session
+from dataflow.running.attempt import Attempt
+from dataflow.running.record import Backends, Record
+from dataflow.running.session import Session
+from tests.rigs.logs import logged
+
+LOST = RunError("the judge ended")
+
+
+class Failing(Attempt):
+    """An attempt whose training fails, and whose agent then fails in a way of its own."""
+
+    def __init__(self, lose: Any) -> None:
+        self.lose, self.closed = lose, False
+
+    async def run(self, point: Any) -> Any:
+        raise StageFailed("first")
+
+    async def _stats(self, method: str = "stats") -> dict[str, Any]:
+        if self.lose is None:
+            raise ValueError("no number")
+        self.lose()
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def close(self, under_way: BaseException | None) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "raised", "status"),
+    [("agent", "first", "failed"), ("judge", "the judge ended", "failed"), ("time", "stopped after", "interrupted")],
+)
+def test_an_attempt_that_fails_leaves_its_record_whatever_its_agents_say(
+    ended_by: str, raised: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: Any = SimpleNamespace(
+        _began=0.0, _lost=None, _cancel=None, _ready=None, _server=None, inputs={}, directory=tmp_path,
+        record=Record(tmp_path, Backends([])), progress=SimpleNamespace(stop=lambda: None),
+        config=SimpleNamespace(steps=1, policy=SimpleNamespace(auto=False)),
+        expand=lambda first: SimpleNamespace(steps=1), _meta=lambda: {"status": "running", "started": 0.0},
+    )  # fmt: skip
+
+    def lose() -> None:
+        if ended_by == "judge":
+            Session._lose(run, LOST)
+        else:  # checkpoint.grace_s is over
+            cast("asyncio.Task[Any]", asyncio.current_task()).cancel()
+
+    attempt = Failing(None if ended_by == "agent" else lose)
+    monkeypatch.setattr(session, "Attempt", lambda *_: attempt)
+    with logged() as warnings, pytest.raises((RunError, Interrupted), match=raised):
+        asyncio.run(Session._attempt(run, None))
+    run.record.close()
+    assert ["no number" in line for line in warnings] == [True] * (ended_by == "agent")
+    assert attempt.closed
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == status
+    assert json.loads((tmp_path / "trace.json").read_text())
