@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from dataflow.data.shown import Shown
 from dataflow.data.tokenize import DESCRIBED, truncate
 from dataflow.errors import ConfigError, DataError, ModelError, counted
 from dataflow.files import sha256_of
-from dataflow.models.directory import Room, chat_template, room_of
+from dataflow.models.directory import Room, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
 from dataflow.usercode.copies import own_copy
 
@@ -92,7 +91,6 @@ def load_prompts(
     """
     room = (room_of(config.model.path), config.response_length)
     options = config.data.apply_chat_template_kwargs
-    _check_options(config.model.path, options)
     processor = Processor(config.model.path, options) if takes_images(config.model.path) else None
     of = [(train, config.data.prompts + config.extra_groups), (val, 1)]
     with contextlib.ExitStack() as stack:
@@ -106,16 +104,6 @@ def load_prompts(
     if (most := config.trainer.max_tokens_per_gpu) is not None:
         sources[0].check_pass(most, config.response_length)
     return sources[0], sources[1]
-
-
-def _check_options(model: str, options: Mapping[str, Any]) -> None:
-    """Says which options of the chat template it does not read: Jinja takes any name."""
-    template = chat_template(Path(model)) if options else ""
-    if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
-        logger.warning(
-            f"data.apply_chat_template_kwargs: the chat template of {model} does not read {', '.join(unread)}, which "
-            "changes nothing; leave it out, or take a model whose template does."
-        )
 
 
 class PromptSource:

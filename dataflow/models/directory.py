@@ -121,7 +121,7 @@ def chat_template(path: Path) -> str:
         ModelError: a file cannot be read.
     """
     if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        return (path / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
     names = [name for name in ("chat_template.json", "tokenizer_config.json") if (path / name).is_file()]
     return next((str(found) for name in names if (found := _json(path, name).get("chat_template"))), "")
 

@@ -174,7 +174,7 @@ class Preparation:
             if prompts.tokenized:
                 yield Check("data", partial(self._check_data, prompts))
             if prompts.tokenized and built:
-                self._take({**prompts.fields(), **own})
+                yield Check("inputs", lambda: self._take({**prompts.fields(), **own}), ("inputs",))
         if any(model.given_urls for model in config.reward.models.values()):
             yield Check("model servers", self._check_servers)
         if config.engine.rollout == "server" and (not built or "rollout" in hosts):
@@ -183,7 +183,7 @@ class Preparation:
                 yield Check("weights directory", partial(check_weights_directory, directory))
             yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
         # The last, so that wrong input gives one sentence.
-        yield Check("settings", lambda: remarks(config, prompts.problems, self.right))
+        yield Check("settings", lambda: remarks(config, prompts, self.right))
 
     def _check_data(self, prompts: Prompts) -> None:
         """Keeps hashes of the data, and checks that those of a resumed run are the same."""

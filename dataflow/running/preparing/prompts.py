@@ -105,9 +105,7 @@ class Prompts:
             self._chats = self._opened.enter_context(ahead)
         self.problems = read_problems(self._config.data)
         train, val = self.problems
-        most = self._config.data.val_size if self._config.val.every else 0
-        used = "" if most >= len(val.rows) else f", of which {f'the first {most:,}' if most else 'none'} are evaluated"
-        return f"{train.name}: {counted(len(train.rows), 'row')}; {val.name}: {len(val.rows):,}{used}"
+        return f"{train.name}: {counted(len(train.rows), 'row')}; {val.name}: {len(val.rows):,}"
 
     def _settle(self) -> str:
         settle_models(self._config, self._progress)

@@ -1,9 +1,11 @@
-"""What a run does otherwise than its settings say: keys whose effect other keys or the data take away."""
+"""What a run does otherwise than its settings say: keys whose effect other keys, the data or the model take away."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataflow.algorithms.estimators import ESTIMATORS
@@ -13,6 +15,7 @@ from dataflow.config.run import DataConfig, RunConfig
 from dataflow.config.training.critic import CriticConfig
 from dataflow.data.rows import GSM8K, IMAGES
 from dataflow.errors import counted
+from dataflow.models.directory import chat_template
 from dataflow.planning.auto.controller import LEAST_LEFT, MEASURED
 from dataflow.rewards.naming import MAIN, keyed
 from dataflow.rewards.user.function import CONTEXT, load_reward, takes
@@ -22,14 +25,15 @@ from dataflow.running.services.hosting import engine_kind
 
 if TYPE_CHECKING:
     from dataflow.data.prompts import Problems
+    from dataflow.running.preparing.prompts import Prompts
 
 
-def remarks(config: RunConfig, problems: tuple[Problems, Problems] | None, right: Collection[str]) -> list[str]:
+def remarks(config: RunConfig, prompts: Prompts, right: Collection[str]) -> list[str]:
     """Returns a sentence for each setting that has no effect, or another one than it seems.
 
     Args:
         config: of the run.
-        problems: the training and the held-out ones; None if the data cannot be read.
+        prompts: of the run, after their checks.
         right: names of the reward agents that were found right.
     """
     agents = {s.name: partial(keyed, agent=s.name) for s in sources_of(config) if s.name != MAIN}
@@ -38,7 +42,9 @@ def remarks(config: RunConfig, problems: tuple[Problems, Problems] | None, right
     settled = {"engine.rollout": engine_kind(config), "policy.max_staleness": stale}
     found = [*toy_settings(config), *without_effect(config, config.given_keys, agents, settled), *_of_steps(config)]
     found += [sentence for s in sources_of(config) if s.name in right for sentence in _of_function(s)]
-    if problems is None:
+    if prompts.settled:
+        found += _of_template(config)
+    if (problems := prompts.problems) is None:
         return found
     sources = {row.get("data_source") for part in problems for row in part.rows}
     found += [f"{VERLS_STRICT}." for s in sources_of(config) if s.custom.path == VERLS and GSM8K in sources]
@@ -80,6 +86,18 @@ def _of_function(source: Source) -> Iterator[str]:
                 f"{key} has no effect: {custom.name} of custom_reward_function.path={custom.path} has no parameter "
                 f"{name}; add it, or leave the key out.",
                 source.name,
+            )
+
+
+def _of_template(config: RunConfig) -> Iterator[str]:
+    """Yields what is said of options that the chat template does not read: Jinja takes any name."""
+    options, model = config.data.apply_chat_template_kwargs, config.model.path or ""
+    template = chat_template(Path(model)) if options else ""
+    for name in options if template else ():
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            yield (
+                f"data.apply_chat_template_kwargs.{name} has no effect: the chat template of model.path={model} does "
+                "not read it; leave it out, or take a model whose template does."
             )
 
 

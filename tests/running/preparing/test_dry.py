@@ -155,13 +155,12 @@ def test_held_out_problems_that_are_not_evaluated_are_counted(dry: Dry, tmp_path
     (tmp_path / "train.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 40)
     (tmp_path / "val.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 600)
     _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl")
-    assert found["data"] == "ok: train.jsonl: 40 rows; val.jsonl: 600, of which the first 512 are evaluated"
+    assert found["data"] == "ok: train.jsonl: 40 rows; val.jsonl: 600"
     assert found["settings"] == (
         "warning: data.val_size=512: of the 600 problems of val.jsonl, evaluations use the first 512; give "
         "data.val_size=600 to use all."
     )
     _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl", "data.val_size=512")
-    assert "of which the first 512" in found["data"]
     assert "settings" not in found, "who gives a number knows it"
     _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl", "data.val_size=900")
     assert found["settings"] == "warning: data.val_size=900 has no effect: val.jsonl has 600 problems; leave it out."
@@ -192,6 +191,10 @@ def test_evaluations_on_other_problems_than_those_trained_on_are_named(dry: Dry,
         (["engine.min_p=1"], "engine.min_p=1 takes the likeliest token each time, so that the engine.n=8 responses"),
         (["policy=auto", "steps=6"], "policy=auto stays at the baseline in a run of 6 steps: it plans after step 3"),
         (["engine.max_num_seqs=8"], "engine.max_num_seqs has no effect with engine.rollout=hf and engine.replicas=1"),
+        (
+            ["data.apply_chat_template_kwargs={message: 0, enable_thinkin: false}"],
+            "data.apply_chat_template_kwargs.enable_thinkin has no effect: the chat template of model.path=",
+        ),
         (
             [SCORES, "reward.model_tokenizer=/tokenizer"],
             "reward.model_tokenizer has no effect: compute_score of custom_reward_function.path=",
@@ -274,6 +277,40 @@ def test_own_inputs_are_not_checked_without_the_model(dry: Dry) -> None:
     code, found, problems = dry(*sizes, pipeline=str(ROOT / "pipelines" / "distill.py"))
     assert (code, problems) == (0, [])
     assert found["inputs"] == "not checked: inputs(config) may need the model, which is not there"
+
+
+HINTED = """
+made = pipeline
+
+
+def pipeline(config):
+    return Pipeline((of := made(config)).stages, (*of.inputs, "hint"), of.resources)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ("", "nothing supplies its input 'hint'; define inputs(config), which returns {'hint': a function of the"),
+        ("def inputs(config):\n    return {'hint': 1 / 0}\n", "inputs(config) "),
+        ("def inputs(config):\n    return {'hint': lambda step: step}\n", None),
+    ],
+)
+def test_an_input_that_nothing_supplies_is_one_problem_beside_the_other_lines(
+    inputs: str, said: str | None, dry: Dry, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "hinted.py").write_text(Path(PIPELINE).read_text() + HINTED + inputs)
+    keys = (f"model.path={model}", "data.train_size=200", "data.val_size=8", "engine.rollout=hf")
+    code, found, problems = dry(*keys, pipeline=str(tmp_path / "hinted.py"))
+    assert {"data", "prompts", "weights", "disk"} <= set(found)
+    assert found["prompts"].startswith("ok: ")
+    if said is None:
+        assert (code, problems) == (0, [])
+    else:
+        assert (code, len(problems)) == (2, 1)
+        assert found["inputs"] == f"problem: {problems[0]}"
+        assert said in problems[0]
 
 
 @pytest.mark.parametrize(
