@@ -73,13 +73,18 @@ class Tracker:
     def _cut(self, upto: int) -> tuple[list[Row], list[Row]]:
         """Moves the rows of later steps into a file of their own; returns the rows that stay, and all in that file."""
         cut = [Row(row.pop("number"), row.pop("step"), row) for row in read_metrics(self.directory / CUT)]
+        lines = list(read_metrics(self.directory / METRICS))
+        moving = [line for line in lines if line["step"] > upto]
+        if moving and [row.line for row in cut[-len(moving) :]] == moving:
+            del cut[-len(moving) :]  # by a process that was killed before it replaced metrics.jsonl
         taken = {row.number for row in cut}
         numbers = (number for number in count() if number not in taken)
-        rows = [Row(next(numbers), row.pop("step"), row) for row in read_metrics(self.directory / METRICS)]
+        rows = [Row(next(numbers), row.pop("step"), row) for row in lines]
         kept, late = [row for row in rows if row.step <= upto], [row for row in rows if row.step > upto]
         if (self.directory / IDS).exists():  # a service has them
-            with (self.directory / CUT).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"number": row.number, **row.line}) + "\n" for row in late)
+            with replaced(self.directory / CUT) as temporary:
+                moved = (json.dumps({"number": row.number, **row.line}) + "\n" for row in [*cut, *late])
+                temporary.write_text("".join(moved), encoding="utf-8")
         with replaced(self.directory / METRICS) as temporary:
             temporary.write_text("".join(json.dumps(row.line) + "\n" for row in kept), encoding="utf-8")
         return kept, [*cut, *late]

@@ -15,7 +15,8 @@ import pytest
 from dataflow.errors import ConfigError, RunError
 from dataflow.planning.rewards import Validation
 from dataflow.planning.workload import grpo
-from dataflow.running.reporting.tracking import Tracker, step_metrics, write_summary
+from dataflow.running.reporting.run_ids import FILE
+from dataflow.running.reporting.tracking import CUT, METRICS, Tracker, read_metrics, step_metrics, write_summary
 from dataflow.timeline.causes.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace
 
@@ -40,6 +41,24 @@ def test_a_resumed_run_continues_where_it_was(tmp_path: Path) -> None:
     for step in (1, 2):
         with Tracker(tmp_path) as tracker:
             tracker.log(step, {"a": step})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_rows_are_cut_off_once_though_a_process_is_killed_between_the_two_files(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{}")  # a service has ids
+    with Tracker(tmp_path) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"timing_s/step": step / 3, "bad": float("nan")})
+    for _ in range(2):
+        before = (tmp_path / METRICS).read_bytes()
+        for kept in (before, None):  # the first process is killed before it replaces metrics.jsonl
+            Tracker(tmp_path, upto=1).close()
+            if kept is not None:
+                (tmp_path / METRICS).write_bytes(kept)
+            assert [row["number"] for row in read_metrics(tmp_path / CUT)][:2] == [1, 2]
+        with Tracker(tmp_path, upto=1) as tracker:
+            tracker.log(2, {"timing_s/step": 0.1})
+    assert [(row["number"], row["step"]) for row in read_metrics(tmp_path / CUT)] == [(1, 2), (2, 3), (3, 2)]
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
