@@ -175,7 +175,7 @@ class Imported:
         if self.overrides.get("custom_reward_function.path") == VERLS:
             lines += ["#", f"# Rewards: {VERLS_STRICT}."]
         lines += ["#", f"# {_POLICY}", f"# Keys behind the script's name win over those below: {_AGAIN}"]
-        lines += [f'set -- {_shell(line)} "$@"' for line in self._lines()]
+        lines += map(_unless_given, self._lines())
         words = [f"dataflow run {shlex.quote(self.pipeline)}", *map(shlex.quote, self.arguments), '"$@"']
         return "\n".join(lines) + "\n" + " \\\n    ".join(words) + "\n"
 
@@ -187,6 +187,14 @@ def _comment(text: str) -> str:
 
 def _variable(key: str) -> str:
     return key.upper().replace(".", "_")
+
+
+def _unless_given(line: str) -> str:
+    """Returns the line of the script that asks for a key, unless one behind the script's name gives it."""
+    key = line.partition("=")[0]
+    keys = next(([key, long] for long, short in _SHORT.items() if short == key), [key])
+    patterns = "|".join(f'*" {each}="*' for each in keys)
+    return f"""case " $*" in {patterns}) ;; *) set -- {_shell(line)} "$@" ;; esac"""
 
 
 def _shell(text: str) -> str:

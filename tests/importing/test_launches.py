@@ -17,6 +17,7 @@ from dataflow.errors import ConfigError
 from dataflow.importing.imported import Imported, as_text
 from dataflow.importing.settings import defaults, of_launch
 from dataflow.importing.source import import_launch
+from dataflow.importing.values import mark
 from dataflow.rewards.user.gsm8k import VERLS_STRICT
 from pipelines import gsm8k_grpo, ppo_critic
 from tests.importing.launches import GRPO, PPO, PUBLISHED, RLOO, filled
@@ -303,10 +304,12 @@ def test_the_new_script_is_shell(rows: Path) -> None:
     assert 'tracking.project=a b"c $HOME' in found.arguments
 
 
-def said(found: Imported, path: Path, **environment: str) -> tuple[int, list[str]]:
+def said(found: Imported, path: Path, *more: str, **environment: str) -> tuple[int, list[str]]:
     """Runs the new script with a program in the place of dataflow; returns its exit code and the keys of it."""
     path.write_text(found.script().replace("dataflow run", "printf '%s\\n'"))
-    ran = subprocess.run(["bash", str(path), "more=1"], capture_output=True, text=True, timeout=60, env=environment)
+    ran = subprocess.run(
+        ["bash", str(path), *more, "more=1"], capture_output=True, text=True, timeout=60, env=environment
+    )
     return ran.returncode, ran.stdout.splitlines()
 
 
@@ -354,6 +357,20 @@ def test_what_only_the_training_machine_has_is_left_to_its_shell(rows: Path) -> 
     assert (config.data.train, config.model.path) == (["/my data/a.parquet", "/my data/b.parquet"], "/q")
     assert (config.data.prompts, config.trainer.lr, config.trainer.world_size) == (64, 1e-5, 8)
     assert config.custom_reward_function.path == "/c/score.py"
+
+
+def test_a_key_behind_the_script_gives_what_is_missing(rows: Path) -> None:
+    found = imported(GRPO, rows, "data.train_files=/elsewhere/train.parquet", "trainer.v1.trainer_mode=$MODE")
+    found.open["data.train"] = f"{mark('DATA')}/train.parquet"
+    found.missing["policy.preset"] = "of the launch"
+    path, given = rows.parent / "new.sh", ["steps=100", "data.train=/my data", "policy=both"]
+    assert said(found, path, *given) == (0, [found.pipeline, *found.arguments, *given, "more=1"])
+    for preset in ("policy", "policy.preset"):
+        assert said(found, path, *given[:2], f"{preset}=both")[0] == 0
+    for left_out in given:
+        others = [each for each in given if each != left_out]
+        assert said(found, path, *others, "warmup.steps=7", "x_steps=7")[0] != 0, left_out
+    assert said(found, path, *given[1:], STEPS="7")[1][-4:] == ["steps=7", *given[1:], "more=1"]
 
 
 SIZES = ("trainer.n_gpus_per_node=$N", "actor_rollout_ref.rollout.n=$N", "data.train_batch_size=$N")
