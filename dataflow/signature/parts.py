@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
+from dataflow.errors import StageFailed
+
 
 class Part(float):
     """What one task logs of a metric of its step."""
@@ -71,13 +73,19 @@ def of_step(name: str, numbers: Sequence[float]) -> float:
             other that does not say what it counts by the mean.
         numbers: that were logged.
 
+    Raises:
+        StageFailed: some of them say what they count and others do not, or not in the same way.
+
     >>> of_step("staleness/max", [0.0, 1.0]), of_step("actor/lr", [1.0, 2.0])
     (1.0, 1.5)
     """
     numbers = [each for each in numbers if not isinstance(each, Provisional)] or numbers
-    parts = [each for each in numbers if isinstance(each, Part)]
-    if parts:
-        return type(parts[0]).whole(parts)
+    kinds = {type(each) if isinstance(each, Part) else float: each for each in numbers}
+    if len(kinds) > 1:
+        named = " and ".join(sorted("plain numbers" if kind is float else f"{kind.__name__}(...)" for kind in kinds))
+        raise StageFailed(f"the tasks of a step log {named} as metric '{name}'; log one kind, or under other names.")
+    if isinstance(numbers[0], Part):
+        return type(numbers[0]).whole(numbers)  # type: ignore[arg-type]
     reduces = by_name(name)
     return float(reduces(numbers)) if reduces is not None else sum(numbers) / len(numbers)
 

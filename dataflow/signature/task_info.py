@@ -60,8 +60,8 @@ class TaskInfo:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the step.
 
-        The tasks of a step may log the same ones. A :class:`~dataflow.signature.parts.Mean` is weighted by what it is
-        over, and a :class:`~dataflow.signature.parts.Sum` added up; other numbers are reduced by max or min if their
+        The tasks of a step may log the same ones, each of them the same way. A :class:`dataflow.Mean` is weighted by
+        what it is over, and a :class:`dataflow.Sum` added up; other numbers are reduced by max or min if their
         name ends so, and averaged otherwise.
 
         Raises:

@@ -20,7 +20,7 @@ from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
-from dataflow.signature.parts import Mean, Part, Sum, by_name
+from dataflow.signature.parts import Mean, Part, Provisional, Sum, by_name
 from dataflow.stages.rollout import CLIP_RATIO, cut_off, token_metrics
 from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
@@ -340,7 +340,9 @@ def _counted(metrics: Mapping[str, Any], data: Any, samples: Batch) -> dict[str,
     for name, value in metrics.items():
         counted = int(whole.sum()) if "non_aborted" in name else of.get(name.split("/")[1], len(samples))
         found[name] = Mean(value, counted) if by_name(name) is None else float(value)
-    if "critic/vf_explained_var" in found and mask.any():
+    if "critic/vf_explained_var" in found and not mask.any():
+        found["critic/vf_explained_var"] = Provisional(metrics["critic/vf_explained_var"])
+    elif "critic/vf_explained_var" in found:
         returns = data["returns"][mask].double()
         rest = (data["returns"] - data["values"])[mask].double()
         both = [(float(each.mean()), float(((each - each.mean()) ** 2).sum())) for each in (returns, rest)]

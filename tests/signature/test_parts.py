@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataflow.errors import StageFailed
 from dataflow.graph import TaskInfo
 from dataflow.signature.parts import Mean, Part, Provisional, Sum, of_step
 
@@ -34,6 +35,23 @@ def test_a_mean_of_parts_is_that_of_all_samples(parts: list[list[float]]) -> Non
 def test_a_part_without_samples_counts_nothing() -> None:
     assert of_step("n", [Mean(0.0, of=0), Mean(2.0, of=3)]) == 2.0
     assert of_step("n", [Mean(0.5, of=0)]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("numbers", "named"),
+    [
+        ([Mean(1, of=1), 5, 7], "Mean(...) and plain numbers"),
+        ([5, Mean(1, of=1)], "Mean(...) and plain numbers"),
+        ([Sum(3), Mean(1, of=1)], "Mean(...) and Sum(...)"),
+        ([Provisional(9), Sum(3), 4.0], "Sum(...) and plain numbers"),
+    ],
+)
+def test_numbers_of_several_kinds_are_no_metric(numbers: list[float], named: str) -> None:
+    with pytest.raises(StageFailed) as caught:
+        of_step("score", numbers)
+    assert str(caught.value) == (
+        f"the tasks of a step log {named} as metric 'score'; log one kind, or under other names."
+    )
 
 
 def test_a_provisional_number_gives_way_to_others() -> None:

@@ -15,7 +15,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import ConfigError, DataError, DataflowError
 from dataflow.graph import TaskInfo
 from dataflow.signature.parts import of_step
-from dataflow.stages.advantage import advantage, advantage_stage
+from dataflow.stages.advantage import _counted, advantage, advantage_stage
 
 heavy = pytest.mark.heavy
 WHOLE_BATCH = [name for name, found in ESTIMATORS.items() if found.whole_batch and not found.needs]
@@ -479,3 +479,16 @@ def test_a_lone_sample_is_compared_with_none() -> None:
     responses, rewards = step([[0.5], [0.25]], [[2], [3]])
     result = advantage(responses, rewards, algorithm=options(), task=TaskInfo(step=1))
     assert result["advantages"][:, 0].tolist() == pytest.approx([0.5, 0.25], abs=1e-4)
+
+
+def test_a_part_without_tokens_leaves_the_explained_variance_to_others() -> None:
+    def part(tokens: int) -> float:
+        data = {"response_mask": torch.tensor([[1] * tokens + [0] * (3 - tokens)])}
+        data |= {
+            "response_length": torch.tensor([tokens]),
+            "returns": torch.arange(3.0)[None],
+            "values": torch.ones(1, 3),
+        }
+        return _counted({"critic/vf_explained_var": 0.5}, data, Batch([0], {"x": [1]}))["critic/vf_explained_var"]
+
+    assert of_step("critic/vf_explained_var", [part(0), part(3)]) == pytest.approx(part(3))
