@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from loguru import logger
 
 from dataflow.errors import ConfigError, ModelError, nearest
+from dataflow.system.http import short
 from dataflow.tools.formats import Format, Framing, Hermes, ToolCall
 from dataflow.usercode.load import describe, pick
 
@@ -54,10 +55,14 @@ class Reader(Protocol):
 
 
 class TextReader:
-    """Reads the text of a turn by a format, which may frame the answers, too."""
+    """Reads the text of a turn by a format, which may frame the answers, too.
 
-    def __init__(self, tokenizer: Any, how: Format) -> None:
-        self._tokenizer, self._format = tokenizer, how
+    Attributes:
+        guessed: whether nothing showed that this is how the model writes its calls.
+    """
+
+    def __init__(self, tokenizer: Any, how: Format, guessed: bool = False) -> None:
+        self._tokenizer, self._format, self.guessed = tokenizer, how, guessed
 
     def calls(self, before: Sequence[int], turn: Sequence[int]) -> list[ToolCall]:
         """See :class:`Reader`."""
@@ -266,7 +271,8 @@ def _recognised(tokenizer: Any, schemas: Sequence[Mapping[str, Any]], options: M
         default = create_renderer(tokenizer, DefaultRendererConfig(tool_parser=name))
         reader = RendererReader(tokenizer, default, schemas)
     else:
-        name, reader = "hermes", TextReader(tokenizer, Hermes())
+        reader = TextReader(tokenizer, Hermes(), guessed=name != _MARKS["<tool_call>"])
+        name = "hermes"
     logger.info(f"tools.format=auto: the chat template is of no known family; calls are read as those of {name}.")
     return reader
 
@@ -281,7 +287,8 @@ def _rendering(
         # Llama's template has the day's date, unless it is given; the renderer has this one.
         date = {"date_string": "26 Jul 2024", **options}
         wanted = list(tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **how, **date))
-    except Exception:  # a template may raise anything; one that refuses this chat is of no family
+    except Exception as error:  # a template may raise anything; one that refuses this chat is of no family
+        _warn("the chat template does not render a chat with a system message and tools", error)
         return None
     for name in names:
         for more in ({}, {"enable_thinking": False}):
@@ -289,9 +296,16 @@ def _rendering(
                 found = _renderer(name, tokenizer, {**more, **options})
                 if list(found.render_ids(chat, **how)) == wanted:
                     return found
-            except Exception:
+            except (AssertionError, ValueError, ModelError):  # the tokenizer lacks the family's tokens
+                break
+            except Exception as error:
+                _warn(f"it cannot be told whether the chat template is that of {name}", error)
                 break
     return None
+
+
+def _warn(what: str, error: Exception) -> None:
+    logger.warning(f"tools.format: {what} ({short(f'{type(error).__name__}: {error}')}).")
 
 
 def _renderer(name: str, tokenizer: Any, options: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from dataflow.errors import DataError, ModelError, nearest
 from dataflow.models.chat import without
 from dataflow.tools.calls import LONGEST, ToolCaller, tools_kwargs
 from dataflow.tools.formats import Format, Framing, ToolCall
-from dataflow.tools.readers import AUTO, Answers, Reader, find_format, find_reader
+from dataflow.tools.readers import AUTO, Answers, Reader, TextReader, find_format, find_reader
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
 from dataflow.usercode.load import load_file
 from dataflow.usercode.sentinel.sentinel import TOOLS, Sentinel
@@ -88,6 +88,11 @@ class Toolbox:
     @cached_property
     def reader(self) -> Reader:
         return find_reader(self.how, self.tokenizer, self.schemas, self.options)
+
+    @property
+    def guessed(self) -> bool:
+        """Whether the chat template describes the tools, but nothing shows how the model writes its calls."""
+        return isinstance(self.reader, TextReader) and self.reader.guessed and self._shown
 
     @cached_property
     def _module(self) -> ModuleType | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError, ModelError
+from dataflow.tools import readers
 from dataflow.tools.formats import Hermes, ToolCall
 from dataflow.tools.readers import RendererReader, TextReader, find_format, find_reader
 
@@ -290,6 +291,38 @@ def test_options_of_the_template_are_the_renderer_s(thinking: bool) -> None:
 def test_a_template_of_no_family_is_read_by_its_tags(template: str, write: Callable[..., str]) -> None:
     tokenizer = tokenizer_of(TAGS, PLAIN + template)
     assert calls("auto", tokenizer, write("</tool_call>")) == [ToolCall("run", {"code": "</tool_call>"})]
+
+
+def test_it_is_known_whether_a_format_is_guessed(warned: list[str]) -> None:
+    for template, tags, guessed in (
+        ("{{ tools }}", [], True),
+        ("<function={{ tools }}", [], True),
+        ("<tool_call>{{ tools }}", [], False),
+    ):
+        reader = find_reader("auto", tokenizer_of(tags, PLAIN + template), [SCHEMA], {})
+        assert isinstance(reader, TextReader)
+        assert reader.guessed == guessed, template
+    named = find_reader("hermes", tokenizer_of([], PLAIN + "{{ tools }}"), [SCHEMA], {})
+    assert isinstance(named, TextReader)
+    assert not named.guessed
+    assert warned == [], "a tokenizer that is not of a family is no fault"
+
+
+def test_what_keeps_a_family_from_being_recognised_is_named(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    find_reader("auto", tokenizer_of([], refusing + PLAIN), [SCHEMA], {})
+    (said,) = warned
+    assert said.startswith("tools.format: the chat template does not render a chat with a system message and tools (")
+    assert "no system role" in said
+    warned.clear()
+
+    def offline(name: str, *_more: Any) -> Any:
+        raise OSError("no network") if name == "qwen3" else ValueError("no such token")
+
+    monkeypatch.setattr(readers, "_renderer", offline)
+    find_reader("auto", BARE, [SCHEMA], {})
+    wanted = "it cannot be told whether the chat template is that of qwen3 (OSError: no network)."
+    assert warned == [f"tools.format: {wanted}"]
 
 
 def test_a_template_without_tools_is_read_as_text() -> None:

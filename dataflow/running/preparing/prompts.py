@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dataflow.data.chats import ChatProcess
     from dataflow.data.prompts import Problems, PromptSource
     from dataflow.models.checked import WeightsCheck
+    from dataflow.tools import Toolbox
 
 _TRUTHS = 100
 """Rows that are checked, at most."""
@@ -44,6 +45,7 @@ class Prompts:
 
     Attributes:
         problems: the training and the held-out ones, once they are read.
+        toolbox: the tools that the run offers, if any, once they are checked.
         settled: whether the models are there.
     """
 
@@ -55,6 +57,7 @@ class Prompts:
         self._chats: ChatProcess | None = None
         self._sources: tuple[PromptSource, PromptSource] | None = None
         self.problems: tuple[Problems, Problems] | None = None
+        self.toolbox: Toolbox | None = None
         self.settled = False
 
     def __enter__(self) -> Prompts:
@@ -119,7 +122,9 @@ class Prompts:
         config = self._config
         if self.problems is None or not self.settled:
             raise NotChecked("their length needs the data and the model's tokenizer")
-        schemas = toolbox_of(config).check_model().schemas if config.tools.offered else None
+        if config.tools.offered:
+            self.toolbox = toolbox_of(config).check_model()
+        schemas = None if self.toolbox is None else self.toolbox.schemas
         self._sources = load_prompts(config, *self.problems, schemas, self._chats)
         most = max(source.longest for source in self._sources)
         return f"up to {most:,} tokens (data.max_prompt_length={config.data.max_prompt_length})"

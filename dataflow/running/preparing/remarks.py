@@ -44,6 +44,11 @@ def remarks(config: RunConfig, prompts: Prompts, right: Collection[str]) -> list
     found += [sentence for s in sources_of(config) if s.name in right for sentence in _of_function(s)]
     if prompts.settled:
         found += _of_template(config)
+    if prompts.toolbox is not None and prompts.toolbox.guessed:
+        found.append(
+            "tools.format=auto: the chat template describes the tools, but does not show how the model writes its "
+            "calls; they are read as those of hermes, and calls in another form count as answers: give tools.format."
+        )
     if (problems := prompts.problems) is None:
         return found
     sources = {row.get("data_source") for part in problems for row in part.rows}
