@@ -14,7 +14,7 @@ from dataflow.errors import DataflowError, PipelineError
 from dataflow.executors.base import Done
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
-from dataflow.planning.config import PlanConfig, RewardPlan
+from dataflow.planning.config import PlanConfig
 from dataflow.planning.simulation.simulate import simulate as predict
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, expand, preset
@@ -132,7 +132,8 @@ def test_a_trace_of_two_agents_is_planned(name):
     trace, _ = simulate(graph, SteadyCosts({"reward_collect": 12.0, "rule_collect": 1.0}, 16, SECONDS))
     job = {"pipeline": graph.pipeline.facts(), "prompts": 16, "responses": 1, "mini_batches": 4, "concurrency": 16}
     trace.meta |= {"policy": name, "job": job}
-    load = of_trace(trace, "trace.json", PlanConfig(reward=RewardPlan(latency="uniform:0:12")))
+    asked = PlanConfig.model_validate({"log": {"latency": "uniform:0:12", "concurrency": 16}})
+    load = of_trace(trace, "trace.json", asked)
     assert (load.roles.request, load.roles.collect) == ("reward_request", "reward_collect")
     account, _costs = predict(load, preset(name, 4))
     assert account.end == pytest.approx(trace.wall, rel=0.1)

@@ -14,6 +14,7 @@ PACKAGE = "dataflow-rl"
 
 TRAIN = (
     "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "hydra", "omegaconf", "peft", "pyarrow", "ray",
+    "renderers",
     "safetensors", "tensordict", "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
 )  # fmt: skip
 EXTRAS = {

@@ -135,7 +135,7 @@ class Book:
     def submitted(self, step: Any, rows: Sequence[tuple[int, int, Any]]) -> dict[tuple[int, int], Answer]:
         return {row[:2]: self.answers[step, *row] for row in rows if (step, *row) in self.answers}
 
-    def answered(self, step: Any, group: int, sample: int, key: Any, answer: Answer) -> None:
+    def answered(self, step: Any, group: int, sample: int, key: Any, answer: Answer, failed_tries: str | None) -> None:
         self.answers[step, group, sample, key] = answer
 
     def failed(self, *_request: Any) -> None:

@@ -63,7 +63,7 @@ async def told(actor: RewardHost, groups: int) -> list[Arrival]:
 def test_groups_come_back_as_columns_many_at_a_time() -> None:
     async def body() -> None:
         actor, facts = await host(limits=Limits(7), on_failure="drop_sample", max_failed_share=0.5)
-        assert facts == Facts(Limits(7), FailureRule("drop_sample"), max_failed_share=0.5, ledger=False)
+        assert facts == Facts(Limits(7), FailureRule("drop_sample"), max_failed_share=0.5, ledger=False, ids=False)
         await actor.submit(3, samples(100, n=3, ground_truth=["bad", *map(str, range(1, 300))]))
         got = await told(actor, 100)
         assert len(got) < 20
