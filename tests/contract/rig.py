@@ -459,7 +459,9 @@ def classifier(path: Path) -> Path:
     import transformers
 
     tiny_model(path)
-    config = transformers.AutoConfig.from_pretrained(path, num_labels=1)
+    # vLLM's attention on CPUs takes heads of 32 and more.
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.from_pretrained(path, num_labels=1, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = transformers.Qwen2ForSequenceClassification(config)

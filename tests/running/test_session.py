@@ -127,7 +127,7 @@ def test_staleness_never_exceeds_the_policy_and_files_are_whole(streamed: dict[s
     assert summary["rewards"]["requested"] == summary["rewards"]["scored"] == 3 * 16 + 3 * 8
     assert list(summary["evaluations"]) == ["0", "2", "3"]
     assert summary["score_after"] == summary["evaluations"]["3"]
-    assert summary["accuracy_mean_last_3"] is None, "there were but two"
+    assert summary["score_mean_last_3"] is None, "there were but two"
     assert summary["total_s"] > summary["wall_s"] + summary["after_training_s"]
     assert sum(m.get("reward/requested", 0) for m in metrics) == 3 * 16
 
