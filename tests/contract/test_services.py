@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ def test_a_reward_model_is_served_by_the_run_and_scores_each_sample(train: Train
     run = train(f"reward.models.rm.path={model}", "steps=1", folder=tmp_path)
     assert run.summary["rewards"]["scored"] == 16
     assert len({row["score"] for row in run.samples}) > 1
-    assert all(0 <= row["score"] <= 1 for row in run.samples)
+    assert all(math.isfinite(row["score"]) for row in run.samples)
     me = psutil.Process()
     until(lambda: not any(str(model) in " ".join(p.cmdline()) for p in me.children(recursive=True)), "its end", 30)
 

@@ -147,6 +147,7 @@ class Model:
             )
             return math.inf
         ask.begin = ask.begin if ask.tries else now
+        self.counts["retried"] += ask.tries > 0
         ask.tries += 1
         ask.running = True
         return now + min(TIMEOUT, max(0.0, ask.begin + DEADLINE - now))
@@ -160,7 +161,6 @@ class Model:
         if how == "throttled":
             self.paused = max(self.paused, now + wait)
         if how in PASSING and ask.tries < TRIES and now + wait < ask.begin + DEADLINE:
-            self.counts["retried"] += 1
             ask.until = now + wait
             return
         del self.asks[key]
