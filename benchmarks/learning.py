@@ -54,4 +54,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    begin(main, ["steps=1", "val.every=1", "--seeds", "1"])
+    begin(main, ["steps=3", "val.every=1", "--seeds", "1"])

@@ -19,9 +19,9 @@ def kept() -> Iterator[KeptLines]:
 
 
 def test_warnings_are_taken_once_and_without_secrets(kept: KeptLines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "plain-0123456789-key")
+    monkeypatch.setenv("JUDGE_KEY", "plain-a7c19e-key")
     logger.info("all is well")
-    logger.warning("failed with {}", "{braces} plain-0123456789-key")
+    logger.warning("failed with {}", "{braces} plain-a7c19e-key")
     logger.error("worse")
     assert kept.take() == (("WARNING", "failed with {braces} ***"), ("ERROR", "worse"))
     assert kept.take() == ()

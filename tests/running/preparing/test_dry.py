@@ -160,7 +160,7 @@ def test_held_out_problems_that_are_not_evaluated_are_counted(dry: Dry, tmp_path
         "warning: data.val_size=512: of the 600 problems of val.jsonl, evaluations use the first 512; give "
         "data.val_size=600 to use all."
     )
-    _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl", "data.val_size=512")
+    _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl", "data.val_size=300")
     assert "settings" not in found, "who gives a number knows it"
     _code, found, _problems = dry("data.train=train.jsonl", "data.val=val.jsonl", "data.val_size=900")
     assert found["settings"] == "warning: data.val_size=900 has no effect: val.jsonl has 600 problems; leave it out."
