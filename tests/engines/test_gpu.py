@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_not()), reason=f"samples on CUDA: {why_not()}"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="samples with vLLM, which is not installed"),
 ]
 
 LENGTHS, LIMIT, APART = [5, 9, 3, 7], 12, 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,23 @@ def test_a_benchmark_runs_through(file: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, file, "--smoke"], capture_output=True, text=True, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("smoke: it works; no bound was judged.\n")
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(920)
+def test_what_measures_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
+    """Else the minutes of a rented GPU are spent on mending the script."""
+    environment = {**os.environ, "PYTHON": sys.executable, "BUNDLE": "none"}
+    command = [BENCHMARKS / "gpu" / "run.sh", tmp_path, "--cpu", "executor=inline"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "table.json").read_text())
+    assert {code for _part, code, _seconds in found["parts"]} == {"0"}
+    assert list(found["runs"]) == ["alone", "baseline", "both", "lora"]
+    assert set(found["predicted"]) == {"baseline", "both"}
+    page = (tmp_path / "table.md").read_text()
+    assert "| seconds a step |" in page
+    assert "Predicted from the baseline: both " in page
 
 
 @pytest.mark.parametrize("held", [True, False])
