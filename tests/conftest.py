@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from dataflow.engines.choice import vllm_device
+from dataflow.system.secrets import KNOWN
 from tests.rigs.copies import Copies
 
 # Before anything imports torch, ray or transformers: they read these once. Ray's workers inherit them.
@@ -159,6 +160,13 @@ def _no_fork() -> Iterator[None]:
     _FORKS.clear()
     yield
     assert not _FORKS, f"start a process of its own instead (subprocess):\n{_FORKS[0]}"
+
+
+@pytest.fixture(autouse=True)
+def _secrets_forgotten() -> Iterator[None]:
+    """Forgets the secrets of a test, which would be masked in the texts of the next one."""
+    yield
+    KNOWN.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,6 +23,7 @@ from dataflow.cluster.programs import forked_worker, idle_agent
 from dataflow.errors import RunError
 from dataflow.system.children import safe_path
 from dataflow.system.loopback import ADDRESS
+from dataflow.system.secrets import keep_secret
 from dataflow.system.supervisor import report
 
 INLINE = 1 << 19
@@ -94,7 +95,8 @@ class LocalRay:
         # Readable by this user alone. Processes get its path; no environment or command contains the token itself.
         self._token = tempfile.NamedTemporaryFile("w", prefix="dataflow-ray-token-")  # noqa: SIM115
         report(temporary=self._token.name)
-        self._token.write(secrets.token_hex(32))
+        keep_secret(token := secrets.token_hex(32))
+        self._token.write(token)
         self._token.flush()
         atexit.register(self.close)
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 _MAX_LINES = 100  # kept until the next report
 

@@ -9,7 +9,7 @@ import sys
 
 from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.system.extras import missing_extra
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 from dataflow.system.stopping import stopping
 from dataflow.usercode.failures import attribute_of
 

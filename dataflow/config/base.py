@@ -341,7 +341,7 @@ def values_of(config: BaseConfig) -> dict[str, Any]:
 def dump_yaml(config: BaseConfig) -> str:
     """Returns the configuration of :func:`values_of` as YAML, its secrets masked, with its remarks as comments."""
     from dataflow.config.keys import yaml_values
-    from dataflow.system.secrets.redaction import redact_values
+    from dataflow.system.secrets import redact_values
 
     remarks = "".join(f"# {line}\n" for line in config.remarks())
     return remarks + yaml_values.dump(redact_values(values_of(config)))

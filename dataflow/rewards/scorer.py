@@ -23,7 +23,7 @@ from dataflow.rewards.requests import Failed, JobState, Outcome, Scored, Scoring
 from dataflow.rewards.retry import Retry, is_overload, is_throttle, is_timeout, retry_after_s, status_of
 from dataflow.rewards.user.results import read_result, tokens_used
 from dataflow.system import clock
-from dataflow.system.secrets.redaction import redact_known
+from dataflow.system.secrets import redact_known
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import attempt, attribute_of, is_ours, parts_of

@@ -18,7 +18,7 @@ from dataflow.running.preparing.needs import Needs, packages
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import Complete, began
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 PATIENCE_S = 5.0
 """Seconds in which servers elsewhere shall answer."""

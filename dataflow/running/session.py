@@ -37,7 +37,7 @@ from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.system import clock
 from dataflow.system.loopback import ADDRESS
-from dataflow.system.secrets.redaction import redact, redact_values
+from dataflow.system.secrets import redact, redact_values
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import report
 from dataflow.usercode.failures import causes_of

@@ -7,7 +7,7 @@ import re
 import socket
 from urllib.parse import unquote, urlsplit
 
-from dataflow.system.secrets.redaction import keep_secret
+from dataflow.system.secrets import keep_secret
 
 
 def is_address(url: object) -> bool:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 THROTTLED = (429, 503, 529)
 """HTTP statuses by which a server rejects a request for its rate or load."""

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 from loguru import logger
 
 from dataflow.system import clock
-from dataflow.system.secrets.redaction import redact_error
 from dataflow.usercode.copies import is_awaitable, is_coroutine
 from dataflow.usercode.failures import TimedOut, is_interrupt, readable
 from dataflow.usercode.load import is_async
@@ -123,7 +122,6 @@ class Call:
         if on_done is not None:
             if error is not None:
                 error = readable(error)
-                redact_error(error)  # its text appears in messages, logs and the ledger
             self.result, self.error = result, error
             self._calls.guarded(on_done, self)
 

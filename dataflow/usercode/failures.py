@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 from dataflow.system.stopping import stopping
 
 LONGEST = 2000

@@ -12,7 +12,7 @@ from dataflow.config.run import RunConfig, dump_yaml, parse_overrides, values_of
 from dataflow.errors import ConfigError
 from dataflow.running.services.hosting import gpus_of, pools_of
 from dataflow.running.services.servers import SERVERS
-from dataflow.system.secrets.redaction import MASK
+from dataflow.system.secrets import MASK
 
 SERVER = ["engine.rollout=server", "engine.urls=[http://a:8000,http://b:8000]"]
 

@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 from dataflow.config.keys import suggestions, yaml_values
 from dataflow.config.keys.nested import flat
 from dataflow.errors import ConfigError, UserError, nearest
-from dataflow.system.secrets.given import keep_given
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import keep_secrets, redact
 from dataflow.usercode.failures import is_interrupt, message_of
 
 T = TypeVar("T", bound=BaseModel)
@@ -112,7 +111,7 @@ def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | No
     Raises:
         ConfigError: one sentence about the first invalid value.
     """
-    keep_given(values)
+    keep_secrets(values)
     try:
         # The defaults of a pipeline's Config may be whole sections; given values override them key by key.
         built: object = cls.model_validate(_over_defaults(cls, values))
@@ -211,7 +210,6 @@ def _shorthand(info: FieldInfo) -> str | None:
 def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields (path, value) of each key that an argument sets; a section may be given as a mapping."""
     path = tuple(key.split("."))
-    keep_given(raw, path[-1])
     info, rest = _find(cls, path)
     if info is None:
         raise ConfigError(_unknown(cls, key))

@@ -25,7 +25,7 @@ from dataflow.config.keys.overrides import expanded, parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
 from dataflow.files import decoded, nearest_path, sha256_of
-from dataflow.system.secrets.redaction import MASK
+from dataflow.system.secrets import MASK
 
 CONFIG = "config.yaml"
 ORIGIN = "origin"

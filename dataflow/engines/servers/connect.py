@@ -16,9 +16,7 @@ from dataflow.engines.servers.vllm import EXTENSION, VllmServer
 from dataflow.engines.vocabulary import Vocabulary
 from dataflow.errors import ConfigError
 from dataflow.system.address import is_address, without_login
-from dataflow.system.secrets.api_key import key_of
-from dataflow.system.secrets.given import keep_logins
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import key_of, redact
 
 KEY = "engine.api_key_env"
 _TEXT = "The quick brown fox: 12 + 34 = 46.\nNa\u00efve? Yes, #### 7"
@@ -62,8 +60,6 @@ def check_urls(urls: Sequence[str]) -> None:
     """
     if not urls:
         raise ConfigError("engine.rollout=server needs the servers' addresses; give engine.urls=[http://host:port].")
-    for url in urls:
-        keep_logins(str(url))
     for url in urls:
         if not is_address(url):
             raise ConfigError(f"engine.urls: {redact(str(url))} is not an address; give http://host:port.")

@@ -26,7 +26,7 @@ from dataflow.graph import Hosted, Stage, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.system.address import family_of
 from dataflow.system.children import restore_path
-from dataflow.system.secrets.redaction import redact_logs
+from dataflow.system.secrets import redact_logs
 from dataflow.usercode.copies import is_immutable
 from dataflow.usercode.failures import Contained
 from dataflow.usercode.pickling import why_not_pickled

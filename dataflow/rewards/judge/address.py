@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from dataflow.errors import ConfigError
 from dataflow.rewards.judge.chat import COMPLETIONS
 from dataflow.system.address import is_address
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 
 def root_of(url: str) -> str:

@@ -1,8 +1,8 @@
 """Chat: the transport to an OpenAI-style chat server. It sends the bytes of a request and returns those of the reply.
 
 A failed exchange raises a :class:`JudgeError` that states whether another try may succeed; the agent retries. At most
-``max_bytes`` of a reply are held. No secret that a server echoes leaves this file in an error: messages are redacted,
-and the HTTP clients' own errors, which hold headers, are not chained.
+``max_bytes`` of a reply are held. Messages of errors are redacted, and the HTTP clients' own errors, which hold
+headers, are not chained.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The errors of a judge: what went wrong, what to do about it, and whether another try may succeed.
 
-Messages are redacted, and the HTTP clients' own errors, which hold headers, are not chained: no secret that a server
-echoes gets out.
+Messages are redacted, and the HTTP clients' own errors, which hold headers, are not chained.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from dataflow.rewards.retry import read_retry_after
 from dataflow.system.http import error_within, may_pass, message_in, short
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 CONNECT_S = 30.0
 """Seconds for connecting if no other time-out is set."""

@@ -22,8 +22,7 @@ from dataflow.rewards.judge.reply import BROKEN_OFF, LINE_END, Reply, read
 from dataflow.rewards.limits.router import Router, Routing
 from dataflow.system.address import without_login
 from dataflow.system.http import short
-from dataflow.system.secrets.api_key import key_of
-from dataflow.system.secrets.redaction import redact_reply
+from dataflow.system.secrets import key_of, redact_known
 
 __all__ = ["BudgetSpent", "Judge", "JudgeError", "JudgeTimeout"]
 
@@ -261,7 +260,7 @@ def _head(body: Mapping[str, Any], options: Mapping[str, Any] | None) -> tuple[s
 
 
 def _shortened(text: str) -> str:
-    text = redact_reply(text[: 2 * _EXPLANATION])
+    text = redact_known(text[: 2 * _EXPLANATION])
     return text if len(text) <= _EXPLANATION else text[: _EXPLANATION - 3] + "..."
 
 

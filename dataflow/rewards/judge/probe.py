@@ -11,7 +11,7 @@ from dataflow.errors import ConfigError
 from dataflow.rewards.judge.address import root_of
 from dataflow.system.address import without_login
 from dataflow.system.http import reason
-from dataflow.system.secrets.api_key import key_of
+from dataflow.system.secrets import key_of
 
 _MODELS = "/v1/models"
 

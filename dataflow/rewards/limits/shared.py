@@ -23,7 +23,7 @@ from dataflow.rewards.limits.pause import Pause
 from dataflow.rewards.limits.server import Address, LimitServer, Message, Wire
 from dataflow.system import clock
 from dataflow.system.address import host_port
-from dataflow.system.secrets.redaction import redact_logs
+from dataflow.system.secrets import redact_logs
 
 _CONNECT_S = 30.0
 _STEPS = 64  # steps in flight whose first sequence number is remembered

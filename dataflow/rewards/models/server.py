@@ -24,7 +24,7 @@ from dataflow.system.children import command
 from dataflow.system.guard import GRACE_S, LEFT_S
 from dataflow.system.health import HANG_S, answers, hangs
 from dataflow.system.loopback import ADDRESS
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 CLOSE_S = GRACE_S + LEFT_S + 1.0
 """Seconds that a server may take to end."""
@@ -275,4 +275,4 @@ def reason_in(log: Path, offset: int = 0) -> str:
     errors = [line for line in lines if _ERROR.search(line)]
     first = [line for line in errors if not _SECOND.search(line)]
     found = (first or errors or lines or [""])[-1]
-    return redact(found[:300]).rstrip(".")
+    return redact(found)[:300].rstrip(".")

@@ -29,7 +29,7 @@ from dataflow.rewards.remote.metrics import in_ray_worker
 from dataflow.rewards.requests import NOTES, Request, RequestState, Step, StepRequests
 from dataflow.system import clock
 from dataflow.system.children import restore_path
-from dataflow.system.secrets.redaction import redact_logs
+from dataflow.system.secrets import redact_logs
 from dataflow.usercode.load import describe
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dataflow.errors import DataError, RewardFailed
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 Status = Literal[
     "finished", "runtime_error", "timeout", "compile_error", "memory_limit", "process_limit", "output_limit"

@@ -17,7 +17,7 @@ from dataflow.rewards.retry import Retry, read_retry_after
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status, short
 from dataflow.system.address import is_address
 from dataflow.system.http import may_pass
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 if TYPE_CHECKING:
     import aiohttp

@@ -11,7 +11,7 @@ from loguru import logger
 
 from dataflow.errors import NotChecked, RunError, UserError
 from dataflow.system.extras import missing_extra
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 
 State = Literal["ok", "warning", "problem", "not checked"]
 

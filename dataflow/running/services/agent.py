@@ -27,7 +27,7 @@ from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.user.build import build_manager, check_manager, find_manager, limits_declared, scores_alone
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
-from dataflow.system.secrets.redaction import keep_secrets, redact_logs
+from dataflow.system.secrets import keep_secrets, redact_logs
 from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
 
 if TYPE_CHECKING:

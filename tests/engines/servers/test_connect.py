@@ -15,7 +15,7 @@ from dataflow.engines.servers.client import Client, ServerError
 from dataflow.engines.servers.connect import Wanted, check, check_urls, clients, connect
 from dataflow.engines.vocabulary import Vocabulary
 from dataflow.errors import ConfigError
-from dataflow.system.secrets.redaction import redact
+from dataflow.system.secrets import redact
 from tests.engines.drawing import run
 from tests.engines.servers.test_pool import Tokenizer
 from tests.rigs.inference_servers import FakeServer, FakeSglang, FakeVllm, serving

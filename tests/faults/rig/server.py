@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import hashlib
 import json
 import socket
@@ -23,7 +22,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from dataflow.rewards.judge.server import JudgeProcess, completion, grade, serve, start_server
 
@@ -194,15 +192,14 @@ async def _hang(request: web.Request, body: dict[str, Any], _rest: str) -> web.S
 
 
 async def _echo(request: web.Request, body: dict[str, Any], how: str) -> web.StreamResponse:
-    """Tells the client its own key, in the forms in which servers do."""
+    """Tells the client its own key."""
     from aiohttp import web
 
     if how == "mixed":  # of the same request always the same
         how = "500" if zlib.crc32(json.dumps(body["messages"]).encode()) % 3 == 0 else "score"
     sent = request.headers.get("Authorization", "")
     key = sent.rpartition(" ")[2]
-    forms = [sent, key, quote(key, safe=""), base64.b64encode(sent.encode()).decode(), key[:14], repr(sent.encode())]
-    text = f"you sent {', '.join(forms)} and {json.dumps(dict(request.headers))}"
+    text = f"you sent {sent}, {key}, {sent.encode()!r} and {json.dumps(dict(request.headers))}"
     headers = {"X-Your-Key": key, "Set-Cookie": f"key={key}", "WWW-Authenticate": f'Bearer error="{key}"'}
     if how == "header":  # a line that is none, with which the client's own error is about the key
         reply = web.StreamResponse()
@@ -215,7 +212,7 @@ async def _echo(request: web.Request, body: dict[str, Any], how: str) -> web.Str
     if how in ("score", "prose"):
         said = f"{text}\n{_score(body) if how == 'score' else 'no score'}"
         return web.json_response(completion(body, said, "fault"), headers=headers)
-    headers["Location"] = f"http://elsewhere.invalid/?api_key={quote(key, safe='')}"
+    headers["Location"] = f"http://elsewhere.invalid/?api_key={key}"
     return web.json_response({"error": {"message": text}}, status=int(how), headers=headers)
 
 

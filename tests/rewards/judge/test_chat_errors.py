@@ -22,7 +22,7 @@ from dataflow.reward_agent import Retry, RewardAgent
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge
 from dataflow.system import http
-from dataflow.system.secrets.redaction import keep_secret
+from dataflow.system.secrets import keep_secret
 from tests.rewards.judge import certificates
 
 pytestmark = pytest.mark.timeout(60)

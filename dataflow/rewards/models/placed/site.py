@@ -19,7 +19,7 @@ from dataflow.rewards.models.placed.relay import Relay
 from dataflow.rewards.models.server import CLOSE_S, ModelServer
 from dataflow.rewards.models.site import ServerPlan
 from dataflow.system.children import restore_path
-from dataflow.system.secrets.redaction import redact_logs
+from dataflow.system.secrets import redact_logs
 
 _CONTACT_S = 2.0
 """Seconds for a message to an actor and back."""

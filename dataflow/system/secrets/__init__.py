@@ -1,1 +1,0 @@
-"""Keeps secrets out of the texts that a run stores or shows."""
