@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if own:
         open_standard_streams()
         take_any_character()
-        if completion.asked():
-            completion.answer(parser)
+        completion.complete(parser)
     # Options may come between key=value arguments, which argparse alone does not accept.
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
@@ -146,9 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--start", action="store_true", help="start vLLM once, too (half a minute)")
     doctor.add_argument("--json", action="store_true", help="print it as JSON")
 
-    complete = add(
-        "completion", _completion, "Prints what a shell evaluates to complete commands, files, runs and keys."
-    )
+    complete = add("completion", _completion, "Prints what a shell evaluates to complete commands, options and files.")
     complete.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help=", ".join(completion.SHELLS))
 
     show = add("show", _show, "Shows the stages of a pipeline, or the graph unrolled over steps=N.")

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from dataflow.algorithms.correction import CORRECTIONS, REJECTIONS, check_rejection, check_threshold, kinds_of
+from dataflow.algorithms.correction import CORRECTIONS, check_rejection, check_threshold, kinds_of
 from dataflow.algorithms.estimators import SUMS_SQUARES
 from dataflow.algorithms.presets import PRESETS, laid_under
 from dataflow.config.section import Section, Text
@@ -204,7 +204,7 @@ class AlgorithmConfig(Section):
     """Divide the importance weights by their mean over the step."""
     rollout_is_stale_only: bool = False
     """Weigh stale samples alone; with policy=auto the correction then goes on and off with the staleness."""
-    rollout_rs: Text | None = Field(default=None, examples=list(REJECTIONS))
+    rollout_rs: Text | None = None
     """Reject tokens (token_k1) or responses (seq_mean_k3) that are too unlikely now; several with commas."""
     rollout_rs_threshold: Threshold | None = None
     """Bounds of what is kept: lower_upper of rollout / trainer for k1, the largest divergence for k2 and k3."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-POLICIES = ("baseline", "mini-batch", "off-policy", "both", "mini-batch+stream", "both+stream", "auto")
-"""Policies to offer; dataflow.policy has them all, and is imported when one is resolved."""
 _WORD = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _LABEL_NAME = re.compile(_WORD)
 _LABEL_PREFIX = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,251}[a-zA-Z0-9])?")
@@ -52,7 +50,7 @@ class PolicyConfig(Section):
 
     shorthand = "preset"
 
-    preset: Text = Field(default="both", examples=list(POLICIES))
+    preset: Text = "both"
     """Scheduling policy: baseline, mini-batch, off-policy or both, with the suffix +stream for a rollout that streams;
     or auto, which plans from the run's own trace and changes the policy."""
     split: PositiveInt | None = None

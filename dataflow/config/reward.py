@@ -23,8 +23,8 @@ from pydantic import (
 from dataflow.config.section import Section, Text
 from dataflow.config.served import PromptConfig, ServedModelConfig
 from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.failure import KINDS, parse_rule
-from dataflow.rewards.naming import MAIN, MANAGERS
+from dataflow.rewards.failure import parse_rule
+from dataflow.rewards.naming import MAIN
 
 Rate = Annotated[float, Field(ge=0.001)]
 """Per minute; below, a single request would wait for most of a day."""
@@ -72,7 +72,7 @@ class RewardConfig(Section):
     """Largest such maximum, in seconds; a server's Retry-After may be longer."""
     hedge_after: Text | PositiveFloat | None = None
     """Send a second request when the first takes longer than this: a percentile (p95) or seconds; null never does."""
-    on_failure: Text = Field(default="fail", examples=["score:0" if kind == "score" else kind for kind in KINDS])
+    on_failure: Text = "fail"
     """What happens to a failed sample: fail, score:X, drop_sample, drop_group or replace_group."""
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The run stops when more than this share of its latest reward requests has failed."""
@@ -86,7 +86,7 @@ class RewardConfig(Section):
     """Make one call for requests in flight with the same prompt and response."""
     cache: Text | None = None
     """Ledger file shared with other runs, whose answers are used again."""
-    manager: Text = Field(default="naive", examples=list(MANAGERS))
+    manager: Text = "naive"
     """Reward manager: naive, dapo, rate_limited, remote or sandbox; with manager_path the class in that file."""
     manager_path: Text | None = None
     """Python file that defines the manager."""

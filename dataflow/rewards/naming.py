@@ -11,8 +11,6 @@ JUDGE = "dataflow.rewards.judge.judge:Judge"
 """What scores where the configuration names no reward function."""
 SERVED = "dataflow.rewards.models.served:ServedReward"
 """What scores with a reward model of the run (``reward.models``)."""
-MANAGERS = ("naive", "dapo", "rate_limited", "remote", "sandbox")
-"""The reward managers that come with the package, of :data:`dataflow.rewards.user.managers.MANAGERS`."""
 
 _KEY = re.compile(r"(?<![\w./'\"-])(reward|judge|custom_reward_function)\.(?=[a-z_]+)(?!py\b|sqlite\b|models\b)")
 """Keys of the sections of an agent; ``reward.models`` holds those of all agents."""

@@ -173,13 +173,9 @@ def is_saved(path: str | Path) -> bool:
 
 def class_of(path: str | Path) -> type[BaseConfig]:
     """Returns the class of the configuration that :func:`load` would return; raises as it does."""
-    found: type[BaseConfig] = module_of(path).Config
+    module = Saved(Path(path)).module if is_saved(path) else load_pipeline_file(path)
+    found: type[BaseConfig] = module.Config
     return found
-
-
-def module_of(path: str | Path) -> ModuleType:
-    """Returns the pipeline file that :func:`load` would return; raises as it does."""
-    return Saved(Path(path)).module if is_saved(path) else load_pipeline_file(path)
 
 
 def read_values(path: Path) -> dict[str, Any]:
