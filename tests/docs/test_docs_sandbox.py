@@ -36,8 +36,9 @@ def test_the_table_of_options_is_the_signature() -> None:
 def test_the_statuses_are_named() -> None:
     for status in {*get_args(Status), "passed", "no_code", "wrong_answer"} - {"finished"}:
         assert f"`{status}`" in TEXT, status
-    assert f"more than {local._PROCESSES} or had more than {local._THREADS} threads" in TEXT
-    assert f"({local._DISK_MB} MB)" in TEXT
+    assert f"{local._FILE_MB} MB for a file and {local._FILES} open files" in TEXT
+    assert f"wall clock {local.WALL} times" in TEXT
+    assert all(f"`{name}`" in TEXT for name in local._ISOLATED if name != "rlimits")
 
 
 def test_command_lines_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:

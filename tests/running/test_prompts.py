@@ -135,4 +135,4 @@ def test_held_out_rows_that_are_not_evaluated_are_not_checked() -> None:
     good, bad = ({"reward_model": {"ground_truth": truth}} for truth in (TRUTH, {"input": ["1"], "outputs": ["1"]}))
     assert check_truths(config, Problems([good], None, "train"), Problems([good, bad], None, "val")) == []
     (warning,) = check_truths(config, Problems([good, bad], None, "train"), Problems([good], None, "val"))
-    assert "unknown key 'input' (did you mean 'inputs'?). Of the first 2 rows, 1 cannot be scored" in warning
+    assert "no list 'inputs' with an entry for each test case, but input, outputs. Of the first 2 rows, 1" in warning

@@ -1,245 +1,171 @@
-"""A sandbox on this machine: a process per program, within limits. For tests and small runs."""
+"""A sandbox on this machine: a process for each program, within limits, and isolated by what is installed."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import json
+import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
 
-from dataflow.rewards.sandbox.calls import filter_of
-from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status
+from loguru import logger
 
-JAIL = "import sys; sys.path.insert(0, {folder!r}); from jail.main import main; main()"
-"""Starts the process around a program; what it imports is in this folder, and no more."""
-_DISK_MB, _FILES, _PROCESSES, _THREADS = 64, 256, 32, 64
-_HIDDEN = ("/dev", "/run", "/var/run", "/tmp", "/var/tmp")
-"""Folders that a program sees empty: services have sockets and pipes in them."""
-_STDERR = 2000  # characters that are kept
-LATEST = 10
-"""How many times its time a program may take if others have the cores."""
-_START_S = 60.0
-"""Seconds that the jail may take besides those of the program."""
-_END_S = 10.0
-_LIMITS: Mapping[str, Status] = {
-    "timeout": "timeout",
-    "memory_limit": "memory_limit",
-    "process_limit": "process_limit",
+from dataflow.errors import ConfigError
+from dataflow.rewards.sandbox.outcome import STDERR, Outcome, SandboxError, Status
+from dataflow.system.http import short
+
+WALL = 3
+"""How many times its CPU seconds a program may take on the wall clock: others may have the cores."""
+_MOST = 1 << 20  # bytes of output
+_FILE_MB, _FILES = 64, 256
+_BEGUN = b"the program begins\n"
+_BEGIN = ("sh", "-c", f'echo {_BEGUN.decode().strip()} >&2; exec "$@"', "sh")
+"""Without this line on stderr a program was not started, and what failed is the sandbox."""
+_LATE = (128 + signal.SIGXCPU, -signal.SIGXCPU)
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+"""What a program sees in bwrap, besides Python and its own folder."""
+_ISOLATED: Mapping[str, str] = {
+    "bwrap": "in bwrap: no network, no other processes, of the files only Python and the system's libraries; not "
+    "isolated: the kernel, and the cores, memory and disk that all programs share",
+    "unshare": "in namespaces of unshare: no network, no other processes; not isolated: files, which they can read and "
+    "write as you can, the kernel, and the cores, memory and disk that all programs share; install bubblewrap, or use "
+    "a service (manager_kwargs.url)",
+    "rlimits": "within rlimits alone; not isolated: files, network and processes, which they can use as you can, and "
+    "one that leaves its process group goes on after its time-out; install bubblewrap or util-linux's unshare where "
+    "users may make namespaces, or use a service (manager_kwargs.url)",
 }
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-_FIX = "lower manager_kwargs.max_concurrent, or raise the system's limits of files, processes and memory"
-_warned: set[str] = set()
+"""The ways to run a program, the best first, and what they isolate."""
+_FIX = "lower manager_kwargs.max_concurrent, or raise the system's limits of processes and memory"
 
 
 class LocalSandbox:
     """Runs Python programs in processes of this machine.
 
     Args:
-        timeout: seconds that a program may take, without those in which it waits for a core that others have.
-        memory_limit_mb: of a program, all its processes together.
-        max_output_bytes: of a program.
-        isolate: whether namespaces are used where the system has them.
+        timeout: CPU seconds of a process of the program; the program may take :data:`WALL` times as many in all.
+        memory_limit_mb: of a process.
 
-    Attributes:
-        retried: always 0; see :class:`~dataflow.rewards.sandbox.remote.RemoteSandbox`.
+    Raises:
+        ConfigError: no program can be run here.
     """
 
-    retried = 0
-
-    def __init__(
-        self, timeout: float, memory_limit_mb: int, max_output_bytes: int = 1 << 20, isolate: bool = True
-    ) -> None:
-        self._timeout, self._memory_mb, self._most, self._isolate = timeout, memory_limit_mb, max_output_bytes, isolate
+    def __init__(self, timeout: float, memory_limit_mb: int) -> None:
+        self._longest, seconds = WALL * timeout, math.ceil(timeout)
+        # At the first of the two limits the system sends SIGXCPU, at the second SIGKILL.
+        sizes = (f"--as={memory_limit_mb << 20}", f"--fsize={_FILE_MB << 20}", f"--nofile={_FILES}", "--core=0")
+        self._limits = ("prlimit", f"--cpu={seconds}:{seconds + 1}", *sizes, "--")
+        self.isolation = isolation(self._limits)
 
     async def run(self, source: str, stdin: str) -> Outcome:
         """Runs a program; cancelling this coroutine ends it.
 
         Raises:
-            SandboxError: the process could not be started, or ended in an unknown way.
+            SandboxError: the program could not be started.
         """
         try:
             place = tempfile.mkdtemp(prefix="sandbox-")
             try:
-                return await self._run(Path(place), source, stdin)
-            finally:
-                # A program may leave many files, or folders that cannot be read.
+                return await self._run(place, source, stdin)
+            finally:  # in a thread: a program may leave many files
                 await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
         except OSError as error:
-            raise SandboxError(
-                f"no process could be started for a program ({error})",
-                fix=_FIX,
-            ) from error
+            raise SandboxError(f"no process could be started for a program ({error})", fix=_FIX) from error
+
+    async def _run(self, place: str, source: str, stdin: str) -> Outcome:
+        Path(place, "main.py").write_text(source, encoding="utf-8", errors="surrogatepass")
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            given.write(stdin.encode(errors="surrogatepass"))
+            given.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *words(self.isolation, self._limits, place, "main.py"),
+                stdin=given,
+                stdout=output,
+                stderr=errors,
+                cwd=place,
+                env=_environment(place),
+                start_new_session=True,
+            )
+            late = False
+            try:
+                async with asyncio.timeout(self._longest):
+                    await process.wait()
+            except TimeoutError:
+                late = True
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            for file in (output, errors):
+                file.seek(0)
+            shown = output.read(_MOST + 1)
+            before, begun, messages = errors.read().partition(_BEGUN)
+        if not begun:
+            raise SandboxError(f"a program was not started: {short(before.decode(errors='replace'))}", fix=_FIX)
+        said = messages[-STDERR:].decode(errors="replace")
+        status: Status = "finished" if process.returncode == 0 else "runtime_error"
+        if len(shown) > _MOST:
+            status = "output_limit"
+        elif late or process.returncode in _LATE:
+            status = "timeout"
+        elif status == "runtime_error" and said.rstrip().rpartition("\n")[2].startswith("MemoryError"):
+            status = "memory_limit"
+        return Outcome(status, shown[:_MOST].decode(errors="replace"), said)
 
     async def close(self) -> None:
         """Does nothing: programs end with their calls."""
 
-    async def _run(self, place: Path, source: str, stdin: str) -> Outcome:
-        work = place / "work"
-        work.mkdir()
-        reader, writer = os.pipe()
-        try:
-            with _held(source) as code, _held(stdin) as given:
-                # In a session of its own: signals of a terminal do not reach it.
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", "-c", JAIL.format(folder=str(Path(__file__).parent))),
-                    json.dumps(self._options(work, writer, code)),
-                    stdin=given,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    env={},
-                    start_new_session=True,
-                    pass_fds=(writer, code),
-                )
-            os.close(writer)
-            writer = -1
-            try:
-                async with asyncio.timeout(LATEST * self._timeout + _START_S):
-                    (output, more), (errors, _) = await asyncio.gather(
-                        self._read(process, process.stdout, self._most, ends=True),
-                        self._read(process, process.stderr, 4 * _STDERR, ends=False),
-                    )
-                    await process.wait()
-            except TimeoutError:
-                raise SandboxError("the process around a program did not end in time", fix=_FIX) from None
-            finally:
-                await _end(process)
-            reported = os.read(reader, 1 << 16).decode(errors="replace")
-        finally:
-            os.close(reader)
-            if writer >= 0:
-                os.close(writer)
-        messages = errors.decode(errors="replace")[-_STDERR:]
-        status = "output_limit" if more else _status(reported, messages, process.returncode)
-        return Outcome(status, output.decode(errors="replace"), messages)
 
-    def _options(self, work: Path, writer: int, code: int) -> dict[str, Any]:
-        names = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8", "HOME": str(work), "TMPDIR": str(work)}
-        # Libraries for arrays would start a thread for each core, each with memory of its own.
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        return {
-            "parent": os.getpid(),
-            "report": writer,
-            "code": code,
-            "work": str(work),
-            "hidden": _HIDDEN,
-            "keep": _kept(),
-            "command": [sys.executable, "-s", "-B", "main.py"],
-            "environment": names | threads,
-            "timeout": self._timeout,
-            "latest": LATEST * self._timeout,
-            "calls": filter_of(os.uname().machine),
-            # Signals to all processes of this user, to this one and to those of its terminal.
-            "guarded": [-1, os.getpid(), -os.getpgrp()],
-            "memory_mb": self._memory_mb,
-            "disk_mb": _DISK_MB,
-            "files": _FILES,
-            "processes": _PROCESSES,
-            "threads": _THREADS,
-            "isolate": self._isolate,
-        }
+@cache
+def isolation(limits: tuple[str, ...]) -> str:
+    """Returns the best way to run programs on this machine, and logs what it does not isolate.
 
-    async def _read(
-        self, process: asyncio.subprocess.Process, stream: asyncio.StreamReader | None, most: int, *, ends: bool
-    ) -> tuple[bytes, bool]:
-        """Returns the beginning of a stream, or of one that ends nothing the end, and whether there was more."""
-        assert stream is not None
-        kept, more = b"", False
-        while piece := await stream.read(1 << 16):
-            kept += piece
-            if len(kept) > most and not more:
-                more = True
-                if ends:
-                    with suppress(ProcessLookupError):
-                        process.terminate()
-            if len(kept) > most:
-                kept = kept[:most] if ends else kept[-most:]
-        return kept, more
-
-
-@contextmanager
-def _held(text: str) -> Iterator[int]:
-    """Yields a descriptor of a text in memory, which nobody can change: no file of this machine."""
-    file = os.memfd_create("text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with os.fdopen(file, "wb", closefd=False) as writes:
-            writes.write(text.encode(errors="surrogatepass"))
-        os.lseek(file, 0, os.SEEK_SET)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | _SEALS)
-        yield file
-    finally:
-        os.close(file)
-
-
-def _kept() -> list[str]:
-    """Returns the folders of this Python that lie in hidden ones."""
-    folders = {sys.prefix, sys.base_prefix}
-    hidden = tuple(f"{os.path.realpath(folder)}/" for folder in _HIDDEN)
-    return sorted(each for folder in folders for each in {folder, os.path.realpath(folder)} if each.startswith(hidden))
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends the jail, and with it the program, if it runs still."""
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(_END_S):
-            await process.wait()
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-
-
-def _status(reported: str, messages: str, code: int | None) -> Status:
-    """Reads the jail's report.
-
-    Args:
-        reported: the report.
-        messages: of the program.
-        code: exit code of the jail.
+    Raises:
+        ConfigError: there is none.
     """
-    try:
-        first, *others = map(json.loads, reported.splitlines()[:2])
-        if not others and first.get("missing") and code is not None and code < 0:
-            return "runtime_error"  # without namespaces a program can end the process around it
-        (last,) = others
-    except ValueError as error:
-        raise SandboxError(
-            f"the process around a program ended without a report: {messages[-300:]}", fix=_FIX
-        ) from error
-    if missing := first.get("missing"):
-        _warn(
-            f"this system gives programs no namespaces of their own ({missing}): they can read this user's processes, "
-            "and write wherever this user can"
-        )
-    if unfiltered := first.get("unfiltered"):
-        _warn(
-            f"this system does not forbid programs system calls ({unfiltered}): they can reach the sockets of this "
-            "user's services, the network if they have no namespaces, and take memory that no limit counts"
-        )
-    end = last.get("end")
-    if end == "exit":
-        return "finished" if last["code"] == 0 else "runtime_error"
-    if end not in _LIMITS:
-        raise SandboxError(f"a program could not be run: {last.get('why', end)}", fix=_FIX)
-    return _LIMITS[end]
+    problems = []
+    for name, isolated in _ISOLATED.items():
+        with tempfile.TemporaryDirectory(prefix="sandbox-") as place:
+            line = words(name, limits, place, "-c", "")
+            try:
+                subprocess.run(line, check=True, capture_output=True, cwd=place, env=_environment(place), timeout=60)
+            except subprocess.CalledProcessError as error:
+                problems.append(f"{name}: {short(error.stderr.replace(_BEGUN, b'').decode(errors='replace'))}")
+            except (OSError, subprocess.TimeoutExpired) as error:
+                problems.append(f"{name}: {error}")
+            else:
+                logger.log("WARNING" if name == "rlimits" else "INFO", f"sandbox: programs run {isolated}.")
+                return name
+    raise ConfigError(
+        f"reward manager 'sandbox': no program can be run on this machine ({'; '.join(problems)}); install util-linux, "
+        "raise memory_limit_mb, or give the url of a service."
+    )
 
 
-def _warn(what: str) -> None:
-    """Says once what this system does not protect from."""
-    if what in _warned:
-        return
-    _warned.add(what)
-    from loguru import logger  # it takes a while to import, and most processes never warn
+def words(name: str, limits: tuple[str, ...], place: str, *arguments: str) -> list[str]:
+    """Returns the command line that runs Python in a folder in one of the ways of :data:`_ISOLATED`."""
+    program = (*limits, *_BEGIN, sys.executable, "-s", "-B", *arguments)
+    if name == "bwrap":
+        python = {each for folder in (sys.prefix, sys.base_prefix) for each in (folder, os.path.realpath(folder))}
+        seen = [word for path in (*_SYSTEM, *sorted(python)) for word in ("--ro-bind-try", path, path)]
+        mounts = (*seen, "--proc", "/proc", "--dev", "/dev", "--bind", place, place, "--remount-ro", "/")
+        return ["bwrap", "--die-with-parent", "--unshare-all", *mounts, "--chdir", place, *program]
+    # The program ends with the process that started it, and gets no rights by a file that would give it some.
+    tied = ["setpriv", "--no-new-privs", "--pdeathsig", "KILL"]
+    if name == "unshare":
+        namespaces = ("--user", "--map-current-user", "--net", "--ipc", "--pid", "--mount-proc", "--kill-child")
+        # The first process of a namespace gets no signals but SIGKILL, so that it is not the program.
+        return [*tied, "unshare", *namespaces, "sh", "-c", '"$@"; exit $?', "sh", *program]
+    return [*tied, *program]
 
-    logger.warning(f"sandbox: {what}; run them at a service (manager_kwargs.url).")
+
+def _environment(place: str) -> dict[str, str]:
+    names = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8", "HOME": place, "TMPDIR": place}
+    # Libraries for arrays would start a thread for each core, each with memory of its own.
+    return names | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")

@@ -9,25 +9,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.retry import Retry
-from dataflow.rewards.sandbox.cases import Case, cases_of, code_of
-from dataflow.rewards.sandbox.local import LATEST, LocalSandbox
-from dataflow.rewards.sandbox.outcome import BadCases, Outcome
+from dataflow.rewards.sandbox.cases import BadCases, Case, cases_of, code_of
+from dataflow.rewards.sandbox.local import WALL, LocalSandbox
+from dataflow.rewards.sandbox.outcome import Outcome
 from dataflow.rewards.sandbox.remote import RemoteSandbox
 from dataflow.rewards.user.managers import register
 
 SCORES = ("share", "all")
 _EXPLAINED = 500  # characters
-_LEAST_MB = 64
-_NUMBERS: Mapping[str, tuple[type[float], float, float, bool]] = {
-    "max_concurrent": (int, 1, 10_000, True),
-    "memory_limit_mb": (int, 1, 1 << 24, False),
-    # A process needs a part of a second to start, more on a busy machine.
-    "timeout": (float, 1, 86_400, False),
-    "max_cases": (int, 1, 1_000_000, True),
-    "tries": (int, 1, 1_000, False),
-}
-"""Options that are numbers: of which kind, from what to what, and whether they may be None."""
+_LARGEST = 1 << 24  # of a number among the options
 
 
 @register("sandbox")
@@ -39,21 +29,15 @@ class Sandbox:
 
     Args:
         reward: not used.
-        url: of a service that speaks SandboxFusion's protocol; None runs the programs on this machine.
-        max_concurrent: programs that run at a time; None for 64 at a service, and one per core on this machine.
-        memory_limit_mb: of a program.
-        timeout: seconds that a program may take.
-        score: ``share`` of the cases that pass, or ``all``: 1 if all pass, else 0.
-        max_cases: cases of a sample that are run, the first ones; None for all.
-        language: of the programs; another than ``python`` needs a service.
-        tries: of one program at a service.
+        url: of a service that speaks SandboxFusion's protocol; None runs the programs on this machine. This and the
+            other options: docs/sandbox.md.
 
     Attributes:
         alone: that it needs no reward function.
         limits: ``concurrency``: as many samples as programs; ``timeout_s``: enough for all cases, one after the other.
 
     Raises:
-        ConfigError: an option is out of range, or this system has no sandbox.
+        ConfigError: an option is out of range, or no program can be run on this machine.
     """
 
     alone: ClassVar[bool] = True
@@ -68,42 +52,36 @@ class Sandbox:
         score: str = "share",
         max_cases: int | None = 10,
         language: str = "python",
-        tries: int = 3,
     ) -> None:
         what = "reward manager 'sandbox'"
-        _check_numbers(
-            what,
-            max_concurrent=max_concurrent,
-            memory_limit_mb=memory_limit_mb,
-            timeout=timeout,
-            max_cases=max_cases,
-            tries=tries,
-        )
+        for option, value, kind in (
+            ("max_concurrent", max_concurrent, int | None),
+            ("memory_limit_mb", memory_limit_mb, int),
+            ("timeout", timeout, int | float),
+            ("max_cases", max_cases, int | None),
+        ):
+            fits = isinstance(value, kind) and not isinstance(value, bool)
+            if not fits or (value is not None and not 1 <= value <= _LARGEST):
+                number = "number" if option == "timeout" else "whole number"
+                raise ConfigError(f"{what}: {option}={value!r}; give a {number} from 1 to {_LARGEST:,}.")
         if score not in SCORES:
             hint = nearest(str(score), SCORES) or f"; give {' or '.join(SCORES)}."
             raise ConfigError(f"{what}: score '{score}' is unknown{hint}")
-        if not isinstance(language, str) or not language:
-            raise ConfigError(f"{what}: language={language!r} is no name; give python, or what the service names it.")
-        if url is None and memory_limit_mb < _LEAST_MB:
+        if url is None and (language != "python" or sys.platform != "linux"):
             raise ConfigError(
-                f"{what}: memory_limit_mb={memory_limit_mb}; Python itself needs memory, so give {_LEAST_MB} or more."
+                f"{what}: language={language} on {sys.platform}; without a service only python is run, and only on "
+                "Linux, so give the url of a service."
             )
-        if url is None and language != "python":
-            raise ConfigError(
-                f"{what}: language={language}; this machine runs python only, so give the url of a service."
-            )
-        if url is None and sys.platform != "linux":
-            raise ConfigError(f"{what}: the sandbox of this machine needs Linux, so give the url of a service.")
         self._box: LocalSandbox | RemoteSandbox
         if url is None:
             self._box = LocalSandbox(timeout, memory_limit_mb)
         else:
-            self._box = RemoteSandbox(url, timeout, memory_limit_mb, language, Retry(tries, timeout_s=None))
+            self._box = RemoteSandbox(url, timeout, memory_limit_mb, language)
         running = max_concurrent or (64 if url is not None else os.cpu_count() or 1)
         self._slots = asyncio.Semaphore(running)
         self._all, self._most, self._language = score == "all", max_cases, language
         self._counts = {"programs": 0, "programs_timed_out": 0}
-        longest = timeout * (LATEST if url is None else 1)
+        longest = timeout * (WALL if url is None else 2)
         self.limits = {"concurrency": running, "rpm": None, "tpm": None, "timeout_s": 60 + (max_cases or 50) * longest}
 
     def check_truth(self, truth: Any) -> None:
@@ -160,19 +138,9 @@ class Sandbox:
         return outcome
 
     def usage(self) -> dict[str, float]:
-        """Returns how many programs were run, how many of them took too long, and how often a service was retried."""
-        return {**self._counts, "programs_retried": self._box.retried}
+        """Returns how many programs were run, and how many of them took too long."""
+        return dict(self._counts)
 
     async def close(self) -> None:
         """Closes the connections to a service."""
         await self._box.close()
-
-
-def _check_numbers(what: str, **given: Any) -> None:
-    for option, value in given.items():
-        kind, least, most, optional = _NUMBERS[option]
-        if value is None and optional:
-            continue
-        if not isinstance(value, int | kind) or isinstance(value, bool) or not least <= value <= most:
-            wanted = f"{'a whole number' if kind is int else 'a number'} from {least:,} to {most:,}"
-            raise ConfigError(f"{what}: {option}={value!r}; give {wanted}{', or null' if optional else ''}.")

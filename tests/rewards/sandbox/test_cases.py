@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataflow.rewards.sandbox.cases import Case, cases_of, code_of
-from dataflow.rewards.sandbox.outcome import BadCases, Outcome
-from tests.rigs.logs import logged
+from dataflow.rewards.sandbox.cases import BadCases, Case, cases_of, code_of
+from dataflow.rewards.sandbox.outcome import Outcome
 
 # Each starts programs.
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
@@ -41,7 +40,7 @@ def test_inputs_and_outputs_as_a_dict_as_json_and_as_arrays() -> None:
     for given in (truth, json.dumps(truth), arrays):
         cases = cases_of("p", given)
         assert [case.stdin for case in cases] == ["1\n", "", "3"]
-        assert [case.expected for case in cases] == [("2",), (), ("4", "4")]
+        assert [case.expected for case in cases] == ["2\n", None, 4]
         assert {case.source for case in cases} == {"p\n\n"}
     assert len(cases_of("p", truth, 2)) == 2
 
@@ -68,20 +67,14 @@ def ran(case: Case) -> str:
         # Names that the wrapper uses are the program's to define, and to replace in vain.
         ("def f(n): return 1\ndef exec(a): pass\ndef compile(a): pass\ndef open(): pass\nos = write = mark = 1",
          ["passed"] * 2),
-        ("import builtins\ndef f(n): return 2\nexec = builtins.exec = lambda *a: None", ["runtime_error"] * 2),
         # Tests and examples of its own, and what it does to its output, change nothing.
         ("import sys, unittest\ndef f(n): return 1\nif __name__ == '__main__': unittest.main()", ["passed"] * 2),
-        ("import sys\ndef f(n): return 1\nsys.stdout.close()", ["passed"] * 2),
         ("import pickle\nclass A: pass\npickle.dumps(A())\ndef f(n): return 1", ["passed"] * 2),
-        # The text that is printed at the end is neither in the input nor a variable of the caller.
-        ("import os\nos.lseek(0, 0, 0)\nos.write(1, os.read(0, 32))\nos._exit(0)", ["runtime_error"] * 2),
-        ("import os, sys\nfound = sys._getframe(1).f_locals\nos.write(1, found['mark'])\nos._exit(0)",
-         ["runtime_error"] * 2),
     ],
 )  # fmt: skip
 def test_a_statement_passes_only_if_it_is_reached(code: str, verdicts: list[str]) -> None:
     cases = cases_of(code, {"assert_case": ["assert f(1) == 1", "assert f(2) == 1"]})
-    assert [case.expected for case in cases] == [(), ()]
+    assert [case.expected for case in cases] == [None, None]
     assert [ran(case) for case in cases] == verdicts
 
 
@@ -104,14 +97,15 @@ def test_a_statement_may_go_with_an_input_and_an_output() -> None:
         ("search", "from re import *\nclass Solution:\n    def search(self, a): return a", "passed"),
         ("f", "def f(a): return a\nclass Solution:\n    def f(self, a): return 0", "passed"),
         ("f", "class Solution:\n    def __init__(self): self.f = lambda a: a", "passed"),
-        ("abs", "from operator import abs", "passed"),
-        ("fabs", "x = 1", "runtime_error"),
+        ("fabs", "x = 1", "passed"),
+        ("f", "x = 1", "runtime_error"),
         ("f", "def f(a: List[int]) -> Optional[int]: return gcd(a, math.comb(a, 1))", "passed"),
         ("f", "import numpy\ndef f(a): return numpy.int64(a)", "passed"),
         # What it prints, does as the main module and finds in its input is no result.
         ("f", "def f(a):\n    print('a is', a)\n    return a\nprint(f(5))", "passed"),
         ("f", "def f(a): return a\nif __name__ == '__main__': print(f(int(input())))", "passed"),
         ("f", "import sys\nread = sys.stdin.read()\ndef f(a): return a", "passed"),
+        ("f", "def f(a): exit()", "runtime_error"),
         ("f", "import pickle\nclass A: pass\ndef f(a): return a if pickle.loads(pickle.dumps(A())) else 0", "passed"),
         ("f", "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\ndef f(a): return A(a).b", "passed"),
     ],
@@ -124,37 +118,30 @@ def test_a_function_is_one_that_the_program_defines(name: str, code: str, verdic
 @pytest.mark.parametrize(
     ("output", "shown", "verdict"),
     [
-        ("[2,1]", "[2, 1]\n", "passed"),
-        ("[0.50000]", "[0.5]\n", "passed"),
-        ('"abab"', "abab\n", "passed"),
-        ("abab", "abab\n", "passed"),
-        ('{"a": [true, null]}', '{"a": [true, null]}\n', "passed"),
-        ([1, "\u00e9"], '[1, "\\u00e9"]\n', "passed"),
-        ("2.00000", "2\n", "passed"),
-        ('"ab "', "ab\n", "wrong_answer"),
-        ("1", "true\n", "wrong_answer"),
-        ("[1]", "[true]\n", "wrong_answer"),
-        ("[1]", "[1, 2]\n", "wrong_answer"),
+        ("[2,1]", "[2, 1]", "passed"),
+        ("[0.50000]", "[0.5]", "passed"),
+        ('"abab"', '"abab"', "passed"),
+        ("abab", '"abab"', "passed"),
+        ('{"a": [true, null]}', '{"a": [true, null]}', "passed"),
+        ([1, "\u00e9"], '[1, "\\u00e9"]', "passed"),
+        ("2.00000", "2", "passed"),
+        ("True", "true", "passed"),
+        ("{1}", '"{1}"', "passed"),
+        ('"ab "', '"ab"', "wrong_answer"),
+        ("[1]", "[1, 2]", "wrong_answer"),
         ("[1]", "[" * 10**5, "wrong_answer"),
-        ("{1}", "{1}\n", "passed"),
+        (3, "[3]", "wrong_answer"),
     ],
 )
 def test_what_a_function_returns_is_compared_as_a_value(output: Any, shown: str, verdict: str) -> None:
     (case,) = cases_of("p", {"fn_name": "f", "inputs": ["1"], "outputs": [output]})
-    assert case.verdict(Outcome("finished", shown)) == verdict
+    assert case.verdict(Outcome("finished", shown + case.mark)) == verdict
 
 
 def test_white_space_at_the_ends_of_lines_does_not_count() -> None:
     (case,) = cases_of("p", {"inputs": [""], "outputs": ["1 \r\n 2\r\n"]})
     verdicts = [case.verdict(Outcome("finished", shown)) for shown in ("1\n 2", "1\n 2 \n\n", "1\n2", "1\n\n 2")]
     assert verdicts == ["passed", "passed", "wrong_answer", "wrong_answer"]
-
-
-def test_a_value_in_a_list_may_be_the_form_of_apps() -> None:
-    with logged() as messages:
-        (case,) = cases_of("p", {"fn_name": "f", "inputs": ["1"], "outputs": [[3]]})
-    assert case.verdict(Outcome("finished", "[3]\n")) == "passed"
-    assert len([one for one in messages if "take it out of that list" in one]) == 1
 
 
 CHECK = "def check(f):\n    assert f(1) == 2\n"
@@ -179,15 +166,11 @@ def test_a_statement_that_can_fail_is_one(statement: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("pass", "reaches no assert"),
-        ("'text'", "reaches no assert"),
-        ("assert (x == 1, 'bad')", "reaches no assert"),
-        ("assert True", "reaches no assert"),
-        ("add(1, 2) == 3", "reaches no assert"),
-        (CHECK, r"no assert or raise; call what it defines, as in check\(NAME\)"),
+        ("pass", "passes with every program"),
+        ("'text'", "passes with every program"),
+        ("# true", "passes with every program"),
+        (CHECK, "call what it defines"),
         (f"METADATA = {{}}\n{CHECK}def other(): check(add)", "call what it defines"),
-        ("assert add(1) == 2\nexit()", "ends the process"),
-        ("import unittest\nif __name__ == '__main__': unittest.main()", "ends the process"),
     ],
 )
 def test_a_statement_that_passes_with_every_program_is_an_error(statement: str, said: str) -> None:
@@ -204,14 +187,7 @@ def test_arguments_may_end_with_line_breaks(given: str) -> None:
 def test_arrays_in_outputs_are_lists() -> None:
     outputs = np.array([np.array([1, 2]), None], dtype=object)[:1]
     truth = {"fn_name": "f", "inputs": np.array(["1"]), "outputs": outputs}
-    assert cases_of("p", truth)[0].expected == ("[1, 2]", "[1, 2]")
-
-
-def test_a_key_without_effect_is_named_once() -> None:
-    with logged() as messages:
-        for _ in range(2):
-            assert len(cases_of("p", {"inputs": ["1"], "outputs": ["1"], "difficulty_": "hard"})) == 1
-    assert len([one for one in messages if "'difficulty_' of ground truths is ignored" in one]) == 1
+    assert cases_of("p", truth)[0].expected == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -224,21 +200,18 @@ def test_a_key_without_effect_is_named_once() -> None:
         ({}, "no list 'inputs'"),
         ({"inputs": ["1"]}, "no list 'outputs'"),
         ({"inputs": "1", "outputs": "2"}, "no list 'inputs'"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs, 0 outputs and 1 assert_case"),
-        ({"inputs": [], "outputs": []}, "no test case"),
-        ({"assert_case": []}, "no test case"),
-        ({"assert_case": "assert 1"}, "no list 'assert_case'"),
-        ({"assert_case": [5]}, "entry 0 of the ground truth's assert_case is an int"),
-        ({"assert_case": ["assert x", None]}, "entry 1 of .* is a NoneType"),
+        ({"inputs": ["1"], "outputs": []}, "no list 'outputs' with an entry for each"),
+        ({"inputs": [], "outputs": []}, "no list 'inputs' with an entry for each test case"),
+        ({"assert_case": []}, "no list 'inputs'"),
+        ({"assert_case": "assert 1"}, "no list 'inputs'"),
+        ({"assert_case": [5]}, "entry 0 of the ground truth's assert_case, 5, is no statement of Python"),
+        ({"assert_case": ["assert x", None]}, "entry 1 .* '', passes with every program"),
         ({"assert_case": ["assert f(1"]}, "no statement of Python"),
-        ({"assert_case": ["# true"]}, "is empty"),
         ({"assert_case": ["assert 1"], "fn_name": "f"}, "both fn_name and assert_case"),
         ({"fn_name": 5, "inputs": ["1"], "outputs": ["1"]}, "fn_name 5 is no name"),
         ({"fn_name": "f()", "inputs": ["1"], "outputs": ["1"]}, "fn_name 'f\\(\\)' is no name"),
-        ({"fname": "f", "inputs": ["1"], "outputs": ["1"]}, "unknown key 'fname' \\(did you mean 'fn_name'\\?\\)"),
         ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}, "entry 0 of .* inputs is a list; give each argument"),
         ({"fn_name": "f", "inputs": ["1", "a"], "outputs": [1, 2]}, "entry 1 of .*'a', is not JSON"),
-        ({"fn_name": "f", "inputs": ["1\n\n2"], "outputs": [1]}, "is not JSON, one argument a line"),
         ({"inputs": [{"a": 1}], "outputs": ["1"]}, "inputs is a dict; give the text"),
         ({"inputs": [True], "outputs": ["1"]}, "inputs is a bool"),
         ({"inputs": ["1"], "outputs": [["a", "b"]]}, "entry 0 of .* outputs is a list; give the text"),
@@ -252,15 +225,15 @@ def test_a_ground_truth_without_cases_is_an_error_that_no_try_mends(truth: Any, 
 
 def test_calls_and_statements_are_of_python_only() -> None:
     for truth in ({"assert_case": ["assert 1"]}, {"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}):
-        with pytest.raises(BadCases, match="is Python, for programs in cpp"):
+        with pytest.raises(BadCases, match="which are Python, for programs in cpp"):
             cases_of("p", truth, language="cpp")
     assert cases_of("p", {"inputs": ["1"], "outputs": ["1"]}, language="cpp")[0].source == "p\n\n"
 
 
 def test_a_verdict_is_that_of_the_output_if_the_program_finished() -> None:
-    case = Case("p", "", ("a",))
+    case = Case("p", "", "a")
     assert case.verdict(Outcome("finished", "a\n\n")) == "passed"
     assert case.verdict(Outcome("finished", "b")) == "wrong_answer"
     assert case.verdict(Outcome("finished", " a")) == "wrong_answer"
     assert case.verdict(Outcome("timeout", "a")) == "timeout"
-    assert Case("p", "", ()).verdict(Outcome("finished", "anything")) == "passed"
+    assert Case("p", "").verdict(Outcome("finished", "anything")) == "passed"

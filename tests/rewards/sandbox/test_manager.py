@@ -113,7 +113,7 @@ def test_no_more_programs_at_a_time_than_allowed() -> None:
         found, used = asyncio.run(body(url))
     assert most == 3
     assert [one["score"] for one in found] == [0.25] * 5
-    assert used == {"programs": 20, "programs_timed_out": 0, "programs_retried": 0}
+    assert used == {"programs": 20, "programs_timed_out": 0}
     assert len(bodies) == 20
 
 
@@ -126,9 +126,7 @@ def test_an_agent_scores_with_it_and_a_failing_service_fails_the_request() -> No
         return {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": shown}}
 
     async def body(url: str, code: str) -> Batch:
-        options = RewardConfig(
-            manager="sandbox", manager_kwargs={"url": url, "tries": 1}, tries=2, backoff=0, max_failed_share=1
-        )
+        options = RewardConfig(manager="sandbox", manager_kwargs={"url": url}, tries=2, backoff=0, max_failed_share=1)
         check_reward({"path": None}, DEFAULT, options)
         agent = build_agent(None, DEFAULT, options)
         columns: dict[str, Any] = {"response_text": [fenced(code)] * 2, "data_source": ["code"] * 2}
@@ -152,25 +150,23 @@ def test_an_agent_scores_with_it_and_a_failing_service_fails_the_request() -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"timeout": 0}, "timeout=0; give a number from 1 to 86,400"),
+        ({"timeout": 0}, "timeout=0; give a number from 1 to 16,777,216"),
         ({"timeout": float("inf")}, "timeout=inf; give"),
         ({"timeout": float("nan")}, "timeout=nan; give"),
         ({"timeout": "5"}, "timeout='5'; give"),
         ({"timeout": True}, "timeout=True; give"),
         ({"timeout": None}, "timeout=None; give"),
-        ({"max_concurrent": 2.5}, "max_concurrent=2.5; give a whole number from 1 to 10,000, or null"),
-        ({"tries": 1.5}, "tries=1.5; give a whole number"),
+        ({"max_concurrent": 2.5}, "max_concurrent=2.5; give a whole number from 1 to"),
         ({"memory_limit_mb": "1g"}, "memory_limit_mb='1g'; give a whole number"),
-        ({"memory_limit_mb": 1}, "memory_limit_mb=1; Python itself needs memory, so give 64"),
+        ({"memory_limit_mb": 1}, "no program can be run on this machine .*raise memory_limit_mb"),
         ({"score": 5}, "score '5' is unknown; give share or all"),
-        ({"language": 5, "url": "http://h"}, "language=5 is no name"),
         ({"url": 5}, "url=5 is not an address"),
         ({"url": "http://[::1"}, "is not an address"),
         ({"url": "http://h:99999"}, "is not an address"),
         ({"url": "http://127.0.0.1:9 /x"}, "is not an address"),
         ({"max_cases": 0}, "max_cases=0"),
         ({"score": "al"}, "score 'al' is unknown; did you mean 'all'"),
-        ({"language": "cpp"}, "language=cpp; this machine runs python only"),
+        ({"language": "cpp"}, "language=cpp on linux; without a service only python is run"),
         ({"url": "nowhere"}, "url=nowhere is not an address"),
         ({"memory": 1}, "takes no option 'memory'"),
     ],
