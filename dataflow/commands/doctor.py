@@ -24,7 +24,6 @@ from dataflow.system.extras import PACKAGE
 _OPTIONAL = (
     ("pictures", ("matplotlib",), "draws -o FILE.png and .svg"),
     ("http", ("aiohttp", "watchfiles"), "calls judges, and serves timeline --follow"),
-    ("openai", ("openai",), "judge.client=openai alone needs"),
 )
 """Small extras: their packages, and what these are for."""
 _SHOWN = ("torch", "ray", "verl", "transformers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import (
     Field,
@@ -172,8 +172,6 @@ class JudgeConfig(PromptConfig):
     """Model name in the requests."""
     api_key_env: Text | None = None
     """Environment variable that holds the API key."""
-    client: Literal["aiohttp", "openai"] = "aiohttp"
-    """HTTP client; openai is that package's own, at about eight times the CPU time."""
     max_tokens: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
     """Budget of the run in tokens, prompts and replies; the next request after it stops the run. Null for none."""
     max_cost: PositiveFloat | None = None

@@ -40,15 +40,11 @@ def everything(*directories: Path) -> Iterator[tuple[str, str]]:
                 yield file.name, file.read_bytes().decode("latin-1")
 
 
-@pytest.mark.parametrize("client", ["aiohttp", "openai"])
 @pytest.mark.parametrize("how", HOWS)
-def test_no_error_and_no_answer_holds_it(server: FaultServer, key: str, tmp_path: Path, how: str, client: str) -> None:
-    if client == "openai":
-        pytest.importorskip("openai")
-
+def test_no_error_and_no_answer_holds_it(server: FaultServer, key: str, tmp_path: Path, how: str) -> None:
     async def body() -> str:
         agent = RewardAgent(
-            Judge(server.url, api_key_env=key, client=client),
+            Judge(server.url, api_key_env=key),
             retry=Retry(tries=2, backoff_s=0.01, max_backoff_s=0.01),
             ledger=Ledger(tmp_path / "ledger.db", "run"),
         )

@@ -68,9 +68,7 @@ def lines(parser: configparser.RawConfigParser, section: str, key: str) -> list[
 
 def test_extras_and_entry_point(setup_cfg: configparser.RawConfigParser) -> None:
     assert setup_cfg["metadata"]["name"] == "dataflow-rl"
-    assert set(setup_cfg["options.extras_require"]) == {
-        "train", "cpu", "gpu", "pictures", "http", "openai", "docs", "dev"
-    }  # fmt: skip
+    assert set(setup_cfg["options.extras_require"]) == {"train", "cpu", "gpu", "pictures", "http", "docs", "dev"}
     assert lines(setup_cfg, "options.entry_points", "console_scripts") == ["dataflow = dataflow.__main__:main"]
 
 

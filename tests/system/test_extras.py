@@ -33,7 +33,7 @@ def test_only_what_is_missing_and_of_an_extra_counts(monkeypatch) -> None:  # ty
     assert missing_extra(raised("torch.nn")) == (
         "this needs torch, which is not installed; pip install 'dataflow-rl[cpu]', or with GPUs 'dataflow-rl[gpu]'."
     )
-    assert "pip install 'dataflow-rl[openai]'." in (missing_extra(raised("openai")) or "")
+    assert "pip install 'dataflow-rl[http]'." in (missing_extra(raised("aiohttp")) or "")
     assert missing_extra(raised("my_helpers")) is None
     assert missing_extra(ConfigError("something else")) is None
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: object())

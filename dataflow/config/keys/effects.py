@@ -168,7 +168,7 @@ EFFECTS: Mapping[str, tuple[Beside, ...]] = {
     # The stand-in reads the default prompt alone. Its delays are set for whatever scores.
     **_each("judge.latency judge.time_scale", _of("judge.url", None)),
     **_each(
-        "judge.score_pattern judge.score_range judge.normalize judge.client judge.max_tokens judge.max_cost "
+        "judge.score_pattern judge.score_range judge.normalize judge.max_tokens judge.max_cost "
         "judge.price_per_million judge.url",
         _of("custom_reward_function.path", None),
     ),

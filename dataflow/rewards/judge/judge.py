@@ -15,7 +15,7 @@ from typing import Any
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.judge.address import addresses
 from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
-from dataflow.rewards.judge.chat import Chat, make_chat
+from dataflow.rewards.judge.chat import Chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
 from dataflow.rewards.judge.reply import BROKEN_OFF, LINE_END, Reply, read
@@ -60,8 +60,6 @@ class Judge:
             Case is ignored; ``^`` and ``$`` match at each line.
         score_range: lowest and highest valid score.
         normalize: whether that range is mapped to 0..1.
-        client: ``aiohttp``, or ``openai`` for that package's client, which takes about eight times the CPU time; or a
-            transport of your own, which has its own key, time-out and limit of a reply.
         temperature: of the judge; None sends none.
         max_tokens_reply: of a reply, sent as ``max_tokens``; None uses the server's limit.
         options: further keys of the request body, which override those above.
@@ -75,6 +73,7 @@ class Judge:
 
     Attributes:
         router: of the servers; None for a single one without ``slots``.
+        chat: the connections to them.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -93,7 +92,6 @@ class Judge:
         score_pattern: str = SCORE_LINE,
         score_range: Sequence[float] = (0, 1),
         normalize: bool = True,
-        client: str | Chat = "aiohttp",
         temperature: float | None = 0,
         max_tokens_reply: int | None = None,
         options: Mapping[str, Any] | None = None,
@@ -134,11 +132,7 @@ class Judge:
         if key and any(logins):
             raise ConfigError("judge.api_key_env is given, and judge.url also holds a password; give one of the two.")
         by_url = {address: login for address, login in zip(self._urls, logins, strict=True) if login}
-        self._chat: Chat
-        if isinstance(client, str):
-            self._chat = make_chat(client, key, timeout, max_reply_bytes, by_url)
-        else:
-            self._chat = client
+        self.chat = Chat(key, timeout, max_reply_bytes, by_url)
 
     async def compute_score(
         self,
@@ -186,10 +180,10 @@ class Judge:
     async def _send(self, body: bytes) -> tuple[str, bytes]:
         """Returns the address of the server that was called, and its reply."""
         if self.router is None:
-            return self.url, await self._chat.send(self.url, body)
+            return self.url, await self.chat.send(self.url, body)
         name = self.router.server()
         url = self._address[name]
-        return url, await self.router.guarded(name, self._chat.send(url, body))
+        return url, await self.router.guarded(name, self.chat.send(url, body))
 
     @property
     def endpoints(self) -> list[str]:
@@ -219,7 +213,7 @@ class Judge:
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._chat.close()
+        await self.chat.close()
 
 
 def _prompt_of(arguments: Mapping[str, Any]) -> str:

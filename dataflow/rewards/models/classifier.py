@@ -13,7 +13,7 @@ from loguru import logger
 from dataflow.errors import ConfigError
 from dataflow.rewards.judge.address import addresses
 from dataflow.rewards.judge.budget import estimate
-from dataflow.rewards.judge.chat import make_chat
+from dataflow.rewards.judge.chat import Chat
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.prompt import question_of
 from dataflow.rewards.limits.router import Router, Routing
@@ -73,7 +73,7 @@ class Classifier:
         full = addresses(given, f"/{kind}")
         self._address = dict(zip(given, full, strict=True))
         by_url = {address: login for address, login in zip(full, logins, strict=True) if login}
-        self._chat = make_chat("aiohttp", None, timeout, _REPLY_BYTES, by_url)
+        self._chat = Chat(None, timeout, _REPLY_BYTES, by_url)
         self.router = Router(given, slots, routing, _prompt_of, f"reward model '{name}'")
         self._render = None if path is None else Renderer(path, template, max_model_len, self._key)
         # Rendering takes milliseconds for a long chat, and tokenizers may not be used by two threads at once.

@@ -12,7 +12,6 @@ from dataflow.cluster.gpus import check_count
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.pipeline_file import pipeline_of
 from dataflow.config.loading.saved import PACKAGES
-from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, NotChecked
 from dataflow.rewards.judge.probe import check_judge
@@ -38,7 +37,6 @@ def packages(config: BaseConfig) -> str | None:
     names = ["ray"] if config.executor == "ray" else []
     if isinstance(config, RunConfig):
         names += ["torch", "transformers", "verl"]
-        names += ["openai"] if any(source.judge.client == "openai" for source in sources_of(config)) else []
     for name in names:
         if (why := not_installed(name)) is not None:
             raise ConfigError(why)

@@ -11,16 +11,18 @@ import pytest
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
+from dataflow.rewards.judge.chat import Chat
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge
 
 pytestmark = pytest.mark.timeout(30)
 
 
-class Canned:
+class Canned(Chat):
     """A chat that gives the same reply to all, once a given number of calls are waiting."""
 
     def __init__(self, content: str, usage: Any, together: int = 1) -> None:
+        super().__init__(None, None, 1 << 20)
         self.raw = json.dumps({"choices": [{"message": {"content": content}}], "usage": usage}).encode()
         self.gate = asyncio.Barrier(together)
         self.asked = 0
@@ -30,8 +32,6 @@ class Canned:
         await self.gate.wait()
         return self.raw
 
-    async def close(self) -> None: ...
-
 
 async def call(judge: Judge, times: int) -> list[Any]:
     return [await asyncio.gather(judge.compute_score("d", "r", "7"), return_exceptions=True) for _ in range(times)]
@@ -40,7 +40,8 @@ async def call(judge: Judge, times: int) -> list[Any]:
 def test_a_spent_budget_ends_the_calls() -> None:
     async def body() -> None:
         chat = Canned("Score: 1", {"prompt_tokens": 900, "completion_tokens": 100, "total_tokens": 1000})
-        judge = Judge("http://h", client=chat, max_tokens=2500, price_per_million=(1.0, 10.0))
+        judge = Judge("http://h", max_tokens=2500, price_per_million=(1.0, 10.0))
+        judge.chat = chat
         results = [one for (one,) in await call(judge, 5)]
         assert [result["tokens"] for result in results[:3]] == [1000] * 3
         for error in results[3:]:
@@ -74,7 +75,8 @@ def test_a_spent_cost_ends_the_calls() -> None:
 def test_requests_in_flight_when_the_budget_ends_are_answered() -> None:
     async def body() -> None:
         chat = Canned("Score: 1", {"prompt_tokens": 90, "completion_tokens": 10}, together=6)
-        judge = Judge("http://h", client=chat, max_tokens=100)
+        judge = Judge("http://h", max_tokens=100)
+        judge.chat = chat
         results = await asyncio.gather(*(judge.compute_score("d", "r", "7") for _ in range(6)))
         assert [result["score"] for result in results] == [1] * 6
         with pytest.raises(BudgetSpent, match="600 of 100 tokens"):
@@ -86,7 +88,8 @@ def test_requests_in_flight_when_the_budget_ends_are_answered() -> None:
 def test_replies_without_a_score_are_paid_for_too() -> None:
     async def body() -> None:
         chat = Canned("What?", {"prompt_tokens": 90, "completion_tokens": 10})
-        judge = Judge("http://h", client=chat, max_tokens=100)
+        judge = Judge("http://h", max_tokens=100)
+        judge.chat = chat
         assert [type(error) for (error,) in await call(judge, 2)] == [JudgeError, BudgetSpent]
 
     asyncio.run(body())
@@ -128,7 +131,8 @@ def test_thoughts_that_are_only_in_the_total_count_as_reply() -> None:
 def test_the_thinking_of_a_server_that_states_no_tokens_is_counted() -> None:
     chat = Canned("Score: 1", None)
     chat.raw = chat.raw.replace(b'"content"', b'"reasoning": "%s", "content"' % (b"a" * 400))
-    judge = Judge("http://h", client=chat)
+    judge = Judge("http://h")
+    judge.chat = chat
     asyncio.run(call(judge, 1))
     assert judge.usage()["completion_tokens"] == 102
 

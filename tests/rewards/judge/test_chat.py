@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 import ssl
-import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from email.utils import formatdate
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from dataflow.errors import ConfigError
-from dataflow.rewards.judge import chat, errors
-from dataflow.rewards.judge.chat import make_chat
+from dataflow.rewards.judge import errors
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.judge import Judge
 from dataflow.system import http
@@ -27,7 +22,6 @@ from tests.faults.rig.server import FaultServer
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
 RIGHT = "It is 3 + 4 = 7.\n#### 7"
-needs_openai = pytest.mark.skipif(find_spec("openai") is None, reason="openai is an extra")
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +34,6 @@ def running() -> Iterator[FaultServer]:
 def server(running: FaultServer) -> Iterator[FaultServer]:
     yield running
     running.behave("ok")
-
-
-@pytest.fixture(params=["aiohttp", pytest.param("openai", marks=[needs_openai, pytest.mark.heavy])])
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def ask(server: FaultServer, calls: int = 1, **options: Any) -> list[Any]:
@@ -71,8 +60,8 @@ def fault(server: FaultServer, mode: str, **options: Any) -> JudgeError:
     return error
 
 
-def test_it_is_answered(server: FaultServer, client: str) -> None:
-    assert ask(server, 20, client=client) == [1] * 20
+def test_it_is_answered(server: FaultServer) -> None:
+    assert ask(server, 20) == [1] * 20
 
 
 @pytest.mark.parametrize(
@@ -85,8 +74,8 @@ def test_it_is_answered(server: FaultServer, client: str) -> None:
         ("reset", "/v1/chat/completions: the connection broke in the middle of the reply", True),
     ],
 )
-def test_answers_without_a_score(server: FaultServer, client: str, mode: str, message: str, again: bool) -> None:
-    error = fault(server, mode, client=client)
+def test_answers_without_a_score(server: FaultServer, mode: str, message: str, again: bool) -> None:
+    error = fault(server, mode)
     assert message in str(error)
     assert (error.retry, error.status, error.retry_after) == (again, None, None)
     assert error.fix
@@ -109,22 +98,15 @@ def test_answers_without_a_score(server: FaultServer, client: str, mode: str, me
     ],
 )
 def test_statuses(server: FaultServer, status: int, retry: bool, fix: str) -> None:
-    error = fault(server, f"status:{status}")
+    error = fault(server, f"status:{status}:3")
     assert str(error) == f"{server.url}/v1/chat/completions answered {status}: misbehaves on command"
-    assert (error.status, error.retry, error.retry_after) == (status, retry, None)
+    assert (error.status, error.retry, error.retry_after) == (status, retry, 3)
     assert fix in error.fix
 
 
-@pytest.mark.parametrize("status", [400, 429, 503])
-def test_statuses_are_the_same_through_either_client(server: FaultServer, client: str, status: int) -> None:
-    error = fault(server, f"status:{status}:3", client=client)
-    assert str(error) == f"{server.url}/v1/chat/completions answered {status}: misbehaves on command"
-    assert (error.status, error.retry, error.retry_after) == (status, status > 400, 3)
-
-
-def test_neither_client_tries_again_by_itself(server: FaultServer, client: str) -> None:
+def test_it_does_not_try_again_by_itself(server: FaultServer) -> None:
     server.behave("status:503", count=1)
-    results = [ask(server, client=client), ask(server, client=client)]
+    results = [ask(server), ask(server)]
     assert isinstance(results[0][0], JudgeError)
     assert results[1] == [1]
 
@@ -137,18 +119,18 @@ def test_retry_after_as_a_date(server: FaultServer) -> None:
     assert fault(server, "status:503:soon").retry_after is None
 
 
-def test_a_redirect_is_no_answer(server: FaultServer, client: str) -> None:
-    error = fault(server, "status:307", client=client)
+def test_a_redirect_is_no_answer(server: FaultServer) -> None:
+    error = fault(server, "status:307")
     assert (error.status, error.retry) == (307, False)
     assert "set judge.url to the address that it redirects to" in error.fix
 
 
 @pytest.mark.parametrize("mode", ["huge", "huge:sized"])
-def test_a_huge_body_is_not_read(server: FaultServer, client: str, mode: str) -> None:
-    ask(server, client=client)  # what is imported with the first call is not to be measured
+def test_a_huge_body_is_not_read(server: FaultServer, mode: str) -> None:
+    ask(server)  # what is imported with the first call is not to be measured
     tracemalloc.start()
     try:
-        error = fault(server, mode, client=client)
+        error = fault(server, mode)
         _now, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -158,13 +140,13 @@ def test_a_huge_body_is_not_read(server: FaultServer, client: str, mode: str) ->
     assert peak < 16 << 20
 
 
-def test_a_reply_may_be_as_long_as_is_allowed(server: FaultServer, client: str) -> None:
-    assert "over 100 bytes" in str(fault(server, "ok", client=client, max_reply_bytes=100))
-    assert ask(server, client=client, max_reply_bytes=1000) == [1]
+def test_a_reply_may_be_as_long_as_is_allowed(server: FaultServer) -> None:
+    assert "over 100 bytes" in str(fault(server, "ok", max_reply_bytes=100))
+    assert ask(server, max_reply_bytes=1000) == [1]
 
 
-def test_no_answer_in_time(server: FaultServer, client: str) -> None:
-    error = fault(server, "hang", client=client, timeout=0.2)
+def test_no_answer_in_time(server: FaultServer) -> None:
+    error = fault(server, "hang", timeout=0.2)
     assert isinstance(error, JudgeTimeout)
     assert isinstance(error, TimeoutError)
     assert str(error) == f"{server.url}/v1/chat/completions did not answer within 0.2 s (judge.timeout)"
@@ -174,14 +156,14 @@ def test_no_answer_in_time(server: FaultServer, client: str) -> None:
     assert (str(copy), copy.retry, copy.fix) == (str(error), True, error.fix)
 
 
-def test_without_a_time_out_it_waits(server: FaultServer, client: str) -> None:
+def test_without_a_time_out_it_waits(server: FaultServer) -> None:
     server.behave("late:0.3")
-    assert ask(server, client=client, timeout=None) == [1]
+    assert ask(server, timeout=None) == [1]
 
 
-def test_who_gives_up_hangs_up(server: FaultServer, client: str) -> None:
+def test_who_gives_up_hangs_up(server: FaultServer) -> None:
     async def body() -> None:
-        judge = Judge(server.url, client=client, timeout=None)
+        judge = Judge(server.url, timeout=None)
         before = server.seen()
         waiting = asyncio.create_task(judge.compute_score("d", RIGHT, "7"))
         async with asyncio.timeout(30):
@@ -198,9 +180,9 @@ def test_who_gives_up_hangs_up(server: FaultServer, client: str) -> None:
     asyncio.run(body())
 
 
-def test_a_server_that_is_not_there(client: str) -> None:
+def test_a_server_that_is_not_there() -> None:
     async def body() -> None:
-        judge = Judge("http://127.0.0.1:9", client=client)
+        judge = Judge("http://127.0.0.1:9")
         with pytest.raises(JudgeError, match=r"127\.0\.0\.1:9.*ConnectionRefusedError") as error:
             await judge.compute_score("d", RIGHT, "7")
         assert error.value.retry
@@ -211,9 +193,9 @@ def test_a_server_that_is_not_there(client: str) -> None:
 
 
 @pytest.mark.heavy
-def test_a_server_that_is_killed_and_comes_back(client: str) -> None:
+def test_a_server_that_is_killed_and_comes_back() -> None:
     async def body(server: FaultServer) -> None:
-        judge = Judge(server.url, client=client)
+        judge = Judge(server.url)
         calls = [asyncio.create_task(judge.compute_score("d", RIGHT, "7")) for _ in range(8)]
         async with asyncio.timeout(60):
             await asyncio.to_thread(server.seen, 8)
@@ -231,49 +213,10 @@ def test_a_server_that_is_killed_and_comes_back(client: str) -> None:
         asyncio.run(body(server))
 
 
-def test_many_at_once(server: FaultServer, client: str) -> None:
+def test_many_at_once(server: FaultServer) -> None:
     server.behave("late:0.5")
-    assert ask(server, 64, client=client) == [1] * 64
+    assert ask(server, 64) == [1] * 64
     assert server.seen()["peak"] == 64
-
-
-@needs_openai
-@pytest.mark.heavy
-def test_openai_without_its_part_for_aiohttp(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    import openai
-
-    monkeypatch.delattr(openai, "DefaultAioHttpClient")
-    assert ask(server, 2, client="openai") == [1, 1]
-    for mode in ("status:503", "reset", "huge", "hang"):
-        # Only the answer that never comes needs a short time-out; the others may be slow on a busy machine.
-        seconds = 1.0 if mode == "hang" else 60.0
-        assert fault(server, mode, client="openai", timeout=seconds).retry == (mode != "huge")
-
-
-@needs_openai
-@pytest.mark.heavy
-def test_openai_gets_no_key_of_the_environment(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    server.behave("echo:prose")
-    client = make_chat("openai", None, 60.0, 1 << 20)
-    assert isinstance(client, chat.OpenAIChat)
-    body = json.dumps({"model": "judge", "messages": [{"role": "user", "content": RIGHT}]}).encode()
-
-    async def echoed() -> bytes:
-        try:
-            return await client.send(f"{server.url}/v1/chat/completions", body)
-        finally:
-            await client.close()
-
-    reply = asyncio.run(echoed())
-    assert b"Authorization" in reply
-    assert b"secret" not in reply
-
-
-def test_openai_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r"this needs openai, .*; pip install 'dataflow-rl\[openai\]'"):
-        Judge("http://h", client="openai")
 
 
 def test_an_endless_error_is_cut() -> None:

@@ -10,7 +10,6 @@ import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ from tests.rewards.judge import certificates
 pytestmark = pytest.mark.timeout(60)
 
 RIGHT = "#### 7"
-CLIENTS = ["aiohttp", pytest.param("openai", marks=[pytest.mark.heavy, pytest.mark.skipif(find_spec("openai") is None, reason="openai is an extra")])]  # fmt: skip  # noqa: E501
-clients = pytest.mark.parametrize("client", CLIENTS)
 ENDLESS = None
 """In place of bytes: nothing more comes, and the connection stays."""
 
@@ -110,13 +107,12 @@ AWKWARD: dict[str, tuple[list[bytes | None], str]] = {
 }
 
 
-@clients
 @pytest.mark.parametrize("kind", AWKWARD)
-def test_an_error_keeps_its_status_whatever_its_text_is(kind: str, client: str) -> None:
+def test_an_error_keeps_its_status_whatever_its_text_is(kind: str) -> None:
     sent, left = AWKWARD[kind]
     tracemalloc.start()
     try:
-        error = asked(sent, client=client, timeout=20.0)
+        error = asked(sent, timeout=20.0)
         _now, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -126,8 +122,7 @@ def test_an_error_keeps_its_status_whatever_its_text_is(kind: str, client: str) 
     assert left in str(error)
     assert str(error).isprintable()
     assert len(str(error)) < 300
-    if client == "aiohttp":  # openai is imported here
-        assert peak < 8 << 20
+    assert peak < 8 << 20
 
 
 def test_the_status_is_not_lost_to_the_agents_time_out() -> None:
@@ -145,22 +140,20 @@ def test_the_status_is_not_lost_to_the_agents_time_out() -> None:
     assert "no answer within" not in story
 
 
-@clients
-def test_a_reply_that_is_packed_though_it_was_not_asked_to(client: str) -> None:
+def test_a_reply_that_is_packed_though_it_was_not_asked_to() -> None:
     text = b'{"choices": [{"message": {"content": "Score: 1"}}]}'
     for encoding, packed in (("gzip", gzip.compress(text)), ("deflate", zlib.compress(text)), ("gzip", text)):
         reply = [head(200, f"Content-Encoding: {encoding}", f"Content-Length: {len(packed)}"), packed]
-        assert asked(reply, client=client) == 1
-    error = asked([head(200, "Content-Encoding: gzip"), BOMB], client=client)
+        assert asked(reply) == 1
+    error = asked([head(200, "Content-Encoding: gzip"), BOMB])
     assert "over 4,194,304 bytes" in str(error)
-    error = asked([head(200, "Content-Encoding: br"), b"\x0b\x02\x80"], client=client)
+    error = asked([head(200, "Content-Encoding: br"), b"\x0b\x02\x80"])
     assert "in the encoding 'br', which was not requested" in str(error)
 
 
-@clients
-def test_a_secret_in_the_name_of_an_encoding_is_masked(client: str) -> None:
+def test_a_secret_in_the_name_of_an_encoding_is_masked() -> None:
     keep_secret("Zq7Wm3Lk9pTx2vNb8RcYd5Hs4")
-    error = asked([head(200, "Content-Encoding: Zq7Wm3Lk9pTx2vNb8RcYd5Hs4"), b"{}"], client=client)
+    error = asked([head(200, "Content-Encoding: Zq7Wm3Lk9pTx2vNb8RcYd5Hs4"), b"{}"])
     assert "in the encoding '***', which was not requested" in str(error)
 
 
@@ -178,7 +171,6 @@ def context(tmp_path: Path, certificate: str) -> ssl.SSLContext:
 OK = [head(200, "Content-Length: 51"), b'{"choices": [{"message": {"content": "Score: 1"}}]}']
 
 
-@clients
 @pytest.mark.parametrize(
     ("certificate", "fix"),
     [
@@ -186,8 +178,8 @@ OK = [head(200, "Content-Length: 51"), b'{"choices": [{"message": {"content": "S
         (certificates.OTHER, "SSL_CERT_FILE"),  # it is unknown before it is for another host
     ],
 )
-def test_a_certificate_that_is_not_trusted(tmp_path: Path, client: str, certificate: str, fix: str) -> None:
-    error = asked(OK, context(tmp_path, certificate), client=client)
+def test_a_certificate_that_is_not_trusted(tmp_path: Path, certificate: str, fix: str) -> None:
+    error = asked(OK, context(tmp_path, certificate))
     assert isinstance(error, JudgeError), error
     assert "CERTIFICATE_VERIFY_FAILED" in str(error)
     assert fix in error.fix
@@ -221,13 +213,12 @@ def test_a_certificate_that_is_trusted(
 
 
 @pytest.mark.heavy
-@clients
-def test_the_variable_that_the_fix_names_works(tmp_path: Path, client: str) -> None:
+def test_the_variable_that_the_fix_names_works(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text(certificates.SELF)
     code = (
         "import asyncio, sys; from dataflow.rewards.judge.judge import Judge\n"
         "async def body():\n"
-        "    judge = Judge(sys.argv[1], client=sys.argv[2])\n"
+        "    judge = Judge(sys.argv[1])\n"
         "    print((await judge.compute_score('d', '#### 7', '7'))['score'])\n"
         "    await judge.close()\n"
         "asyncio.run(body())"
@@ -236,17 +227,16 @@ def test_the_variable_that_the_fix_names_works(tmp_path: Path, client: str) -> N
     async def use(url: str) -> str:
         environment = {**os.environ, "SSL_CERT_FILE": str(tmp_path / "ca.pem")}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, url, client, env=environment, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", code, url, env=environment, stdout=asyncio.subprocess.PIPE
         )
         return (await process.communicate())[0].decode()
 
     assert with_server(OK, use, context(tmp_path, certificates.SELF)) == "1.0\n"
 
 
-@clients
-def test_https_where_no_tls_is_spoken(client: str) -> None:
+def test_https_where_no_tls_is_spoken() -> None:
     async def use(url: str) -> JudgeError:
-        judge = Judge(url, client=client)
+        judge = Judge(url)
         with pytest.raises(JudgeError) as error:
             await judge.compute_score("d", RIGHT, "7")
         await judge.close()
@@ -269,18 +259,17 @@ def test_https_where_no_tls_is_spoken(client: str) -> None:
     assert not error.retry
 
 
-@clients
-def test_http_where_tls_is_spoken(tmp_path: Path, client: str) -> None:
-    error = asked(OK, context(tmp_path, certificates.SELF), scheme="http", client=client)
+def test_http_where_tls_is_spoken(tmp_path: Path) -> None:
+    error = asked(OK, context(tmp_path, certificates.SELF), scheme="http")
     assert "give judge.url https:// in place of http://" in error.fix
     for text in (
         b"Client sent an HTTP request to an HTTPS server.\n",
         b"The plain HTTP request was sent to HTTPS port",
     ):
-        error = asked([head(400), text], client=client)
+        error = asked([head(400), text])
         assert error.status == 400
         assert error.fix.startswith("give judge.url https:// in place of http://")
-    error = asked([b"\x15\x03\x01\x00\x02\x02\x46"], client=client)
+    error = asked([b"\x15\x03\x01\x00\x02\x02\x46"])
     assert "give judge.url https:// in place of http://" in error.fix
 
 

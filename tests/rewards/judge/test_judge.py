@@ -15,7 +15,6 @@ from aiohttp import web
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, RewardFailed
-from dataflow.rewards.judge.chat import AiohttpChat
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge, parse_score
 from dataflow.rewards.judge.prompt import Template, messages, question_of, read_messages, response_of
@@ -93,13 +92,12 @@ def test_a_reference_without_a_number_is_said(server: JudgeProcess) -> None:
 
 def test_many_calls_share_one_session(server: JudgeProcess) -> None:
     async def body() -> None:
-        chat = AiohttpChat(key=None, timeout=60.0, max_bytes=1 << 20)
-        judge = Judge(server.url, client=chat)
+        judge = Judge(server.url)
         results = await asyncio.gather(*(judge.compute_score("d", RIGHT, "7") for _ in range(200)))
         assert scores(results) == [1.0] * 200
-        session = chat.session
+        session = judge.chat.session
         await judge.compute_score("d", RIGHT, "7")
-        assert chat.session is session
+        assert judge.chat.session is session
         await judge.close()
         assert session is not None
         assert session.closed
@@ -433,7 +431,6 @@ def test_the_tokens_of_a_request_are_estimated_before_it() -> None:
         ({"timeout": 0}, "judge.timeout=0"),
         ({"max_tokens_reply": 0}, "judge.max_tokens_reply=0"),
         ({"api_key_env": "NO_SUCH_VARIABLE_1"}, "the environment variable NO_SUCH_VARIABLE_1"),
-        ({"client": "opnai"}, "judge.client=opnai is unknown; did you mean 'openai'?"),
         ({"template": "Grade {question}."}, "judge.template has no {response}"),
         ({"template": "{respones}"}, "unknown placeholder {respones}; did you mean 'response'; known are {question}, "),
         ({"template": "{response} {a} {b}"}, "unknown placeholder {a}, {b}; known are {question}, {reference}, {res"),
@@ -467,7 +464,6 @@ def test_a_host_that_no_name_may_be_is_no_address(url: str) -> None:
         Judge(url)
 
 
-@pytest.mark.parametrize("client", ["aiohttp", "openai"])
 @pytest.mark.parametrize(
     "key",
     [
@@ -480,12 +476,10 @@ def test_a_host_that_no_name_may_be_is_no_address(url: str) -> None:
         "sk-abcdef12345\udcff",
     ],
 )
-def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
-    monkeypatch: pytest.MonkeyPatch, key: str, client: str
-) -> None:
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("TEST_JUDGE_KEY", f"{key}\n")
     with pytest.raises(ConfigError, match=r"judge.api_key_env: .* TEST_JUDGE_KEY .*; give the key alone") as error:
-        Judge("http://h", api_key_env="TEST_JUDGE_KEY", client=client)
+        Judge("http://h", api_key_env="TEST_JUDGE_KEY")
     assert "12345" not in str(error.value)
 
 

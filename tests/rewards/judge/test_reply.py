@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from dataflow.rewards.judge.chat import Chat
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import SCORE_LINE, Judge
 from dataflow.rewards.judge.reply import behind_thinking, whole
@@ -19,10 +20,11 @@ from tests.rewards.judge.test_judge import answering
 pytestmark = pytest.mark.timeout(60)
 
 
-class Canned:
+class Canned(Chat):
     """A chat that gives the same body to all."""
 
     def __init__(self, body: Any) -> None:
+        super().__init__(None, None, 1 << 20)
         self.raw = json.dumps(body).encode()
 
     async def send(self, url: str, body: bytes) -> bytes:
@@ -31,12 +33,11 @@ class Canned:
 
         return await whole(url, pieces(), 1 << 20)
 
-    async def close(self) -> None: ...
-
 
 def result(body: Any, **options: Any) -> Any:
     """Returns the columns, or the error if there is none."""
-    judge = Judge("http://h", client=Canned(body), **options)
+    judge = Judge("http://h", **options)
+    judge.chat = Canned(body)
     try:
         return asyncio.run(judge.compute_score("d", "r", "7"))
     except JudgeError as error:
@@ -177,11 +178,7 @@ def test_an_error_in_a_body_of_status_200_is_that_error(body: Any, status: int |
     async def reply(_request: web.Request) -> web.Response:
         return web.json_response(body, headers={"Retry-After": "7"})
 
-    for error, wait_s in (
-        (result(body), None),
-        (answering(reply)[0], 7.0),
-        (answering(reply, client="openai")[0], 7.0),
-    ):
+    for error, wait_s in ((result(body), None), (answering(reply)[0], 7.0)):
         assert isinstance(error, JudgeError)
         assert (error.status, error.retry) == (status, again)
         assert f"answered {status or 'an error'} in a reply of status 200: " in str(error)
