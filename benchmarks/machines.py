@@ -4,7 +4,7 @@
 
 The machines are network namespaces of this one (root, Linux), with shared memory and a cache of models of their own
 (:mod:`_machines`): a head with the command, the judge and a rank of the trainer; one with the other rank and the reward
-agents; one with the engine. The disk of ``keep`` is shared. Without root it says why and exits with 0.
+agent; one with the engine. The disk of ``keep`` is shared. Without root it says why and exits with 0.
 
 - ``spread``: nothing is lost;
 - ``engine``: the machine of the engine is killed, and with it what else is there; others take over;
@@ -48,15 +48,13 @@ NODES = (
     "ray.nodes.trainer={labels: {role: '!sample'}, strategy: spread}",
     "ray.nodes.rollout.labels.role=in(sample,spare)",
     "ray.nodes.reward.labels.role=in(train,spare)",
-    "reward.actors=2",
 )
-PLACED = {"trainer": [0, 1], "rollout": [2], "reward": [1], "RewardHost": [1, 1], "controller": [0], "judge": [0]}
+PLACED = {"trainer": [0, 1], "rollout": [2], "reward": [1], "controller": [0], "judge": [0]}
 """Machines of each process while nothing is lost."""
 ANYWHERE = (
     "ray.nodes.trainer.strategy=spread",
     "ray.nodes.rollout.labels.role=in(train,sample)",
     "ray.nodes.reward.labels.role=in(train,sample)",
-    "reward.actors=2",
 )
 """Rules for runs that lose a machine, so that another may take over."""
 VICTIM = {"engine": "rollout", "cut": "rollout", "trainer": "trainer", "model": "model"}

@@ -18,7 +18,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, counted
+from dataflow.errors import ConfigError, DataflowError, counted
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
@@ -27,15 +27,15 @@ from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
 from dataflow.rewards.ledger.frozen_calls import FrozenCalls
 from dataflow.rewards.ledger.ledger import Ledger
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue, QueueFactory
 from dataflow.rewards.limits.limits import Limits, check_endpoints
-from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.limits.router import pooled, router_of
+from dataflow.rewards.metrics import Metrics, in_ray_worker
 from dataflow.rewards.naming import MAIN, metric
 from dataflow.rewards.records import latency_summary
-from dataflow.rewards.remote.metrics import Metrics, in_ray_worker
 from dataflow.rewards.requests import (
     BESIDE,
+    ENDED,
     GroupJob,
     JobState,
     Order,
@@ -61,6 +61,14 @@ from dataflow.usercode.sentinel.sentinel import Sentinel
 
 __all__ = ["BESIDE", "MAIN", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary",
            "load_reward", "metric"]  # fmt: skip
+
+_NO_SUMS = frozenset(
+    [
+        *("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED),
+        *("waiting", "running", "peak", "abandoned", "steps", "limit", "latency_s"),
+    ]
+)
+"""Stats that are those of now, or that the summary of a step counts itself; all others are sums so far."""
 
 
 class RewardAgent:
@@ -88,7 +96,6 @@ class RewardAgent:
         scorer: identifies what scores (its file, the judge's prompt); answers in the ledger by another one are not
             used.
         decode: converts the token ids of responses to texts, for samples without ``response_text``.
-        shared: makes queues whose limits several agents share.
         metrics: receives the stats about once a second while they change (Ray's own metrics).
         sentinel: ends this process when a call freezes it; such an agent also ends its child processes at close.
         frozen: calls that froze an agent before; they fail without being made.
@@ -113,14 +120,13 @@ class RewardAgent:
         share_equal: bool = False,
         scorer: str = "",
         decode: Decode | None = None,
-        shared: QueueFactory | None = None,
         metrics: Metrics | None = None,
         sentinel: Sentinel | None = None,
         frozen: FrozenCalls | None = None,
         name: str = MAIN,
     ) -> None:
         self.name, self._reward = name, compute_score
-        self.wants_response_ids = bool(getattr(compute_score, "wants_response_ids", False))
+        self._wants_ids = bool(getattr(compute_score, "wants_response_ids", False))
         self._function = getattr(compute_score, "compute_score", compute_score)
         self._post_process = group_method(compute_score, post_process_scores)
         if isinstance(compute_score, type) or not callable(self._function):
@@ -137,12 +143,14 @@ class RewardAgent:
             self.retry = replace(self.retry, predicate=predicate)
         self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
         self._hedge_after = hedge_after
-        self._decode, self._shared, self._metrics = decode, shared, metrics
+        self._decode, self._metrics = decode, metrics
         self._report_timer: asyncio.TimerHandle | None = None
         self._sentinel, self._frozen = sentinel, frozen or FrozenCalls()
         counts = self.steps.counts
         self._jobs = Jobs(compute_score, self.limits, ledger, share_equal, scorer, counts, self._frozen, sentinel)
+        self._reported: dict[str, float] = {}
         # Bound to the event loop by the first submit.
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: Calls
         self._limiter: Limiter
         self._scorer: Scorer
@@ -176,8 +184,8 @@ class RewardAgent:
                 failed since its first chunk was submitted.
         """
         self.steps.check(step, samples, extra_groups, more)
-        arguments = Arguments(samples, self._decode, self.wants_response_ids)
-        self.steps.bind(self._open)
+        arguments = Arguments(samples, self._decode, self._wants_ids)
+        self._bind()
         state, requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
         state.unadmitted.append(Rows(arguments.rows, requests, clock.now()))
         self._report_soon()
@@ -214,8 +222,8 @@ class RewardAgent:
             RewardFailed: a request of the step failed, the step was cancelled, or one of ``groups`` is lost.
             DataflowError: a step never submitted or collected in full, k or order out of range.
         """
-        if self.steps.loop is not None:
-            self.steps.bind(self._open)
+        if self._loop is not None:
+            self._bind()
         batch = await self.steps.collect(step, k, order, last, groups)
         batch.meta["limits"] = self._scorer.limit_changes()
         self._groups.log(step, batch)
@@ -244,7 +252,7 @@ class RewardAgent:
         counts = {name: self.steps.counts[name] for name in names}
         now: dict[str, Any] = {"waiting": 0, "running": 0, "peak": 0, "abandoned": 0, "steps": len(self.steps.live)}
         tried = dict.fromkeys(("retried", "hedged", "timed_out", "throttled"), 0)
-        if self.steps.loop is not None:
+        if self._loop is not None:
             tried = {name: self._scorer.counts[name] for name in tried}
             queues = self._limiter.queues
             now |= {
@@ -260,14 +268,17 @@ class RewardAgent:
 
     def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """Returns how much the sums among the stats have grown since the last call: the share of one step."""
-        return self.steps.used(stats)
+        now = {name: float(value) for name, value in stats.items() if name not in _NO_SUMS}
+        grown = {name: max(0.0, value - self._reported.get(name, 0.0)) for name, value in now.items()}
+        self._reported = now
+        return grown
 
     async def close(self) -> None:
         """Cancels everything and closes the user's object, if it has ``close``. May be called twice."""
         if not self.steps.close():
             return
         self._report()
-        if self.steps.loop is not None:
+        if self._loop is not None:
             self._limiter.close()
             # User code may ignore its cancellation, which must not keep the process alive.
             await self._calls.close()
@@ -279,8 +290,24 @@ class RewardAgent:
             try:
                 await close_reward(self._reward)
             finally:
-                if self._sentinel is not None and self.steps.loop is not None:
+                if self._sentinel is not None and self._loop is not None:
                     await asyncio.to_thread(self._end_processes, self._sentinel)
+
+    def _bind(self) -> None:
+        """Binds the agent to the running event loop.
+
+        Raises:
+            DataflowError: no loop runs, or the agent is bound to another one.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
+        if self._loop is None:
+            self._open(loop)
+            self._loop = loop
+        if self._loop is not loop:
+            raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Makes what runs on the agent's event loop."""
@@ -288,15 +315,11 @@ class RewardAgent:
             self._sentinel.start(loop)
         retry, on_bug = self.retry, self.steps.on_bug
         calls = self._calls = Calls(self._on_abandoned, on_bug, self._sentinel)
-        limiter = self._limiter = Limiter(self.limits, self._start, self._shared, on_bug)
+        limiter = self._limiter = Limiter(self.limits, self._start, on_bug)
         options = retry, self._hedge_after, self._on_outcome, self._router
         self._scorer = Scorer(self._function, calls, limiter, *options)
         post, log = self._post_process, getattr(self._reward, "log", None)
         self._groups = GroupCalls(post, log, calls, limiter, retry.timeout_s, self._frozen, self.steps)
-
-    def share_limits(self, queues: QueueFactory) -> None:
-        """Shares the limits with other agents; call it before the first submit."""
-        self._shared = queues
 
     def _admit_soon(self, state: StepRequests) -> None:
         """Schedules the admission of a step's next rows, unless enough of its jobs are queued."""
@@ -368,7 +391,7 @@ class RewardAgent:
 
     def _on_end(self, _state: StepRequests) -> None:
         self._report_soon()
-        if self.steps.loop is not None and not self.steps.closed:
+        if self._loop is not None and not self.steps.closed:
             self._limiter.fill()
 
     def _on_abandoned(self, count: int) -> None:
@@ -379,8 +402,8 @@ class RewardAgent:
 
     def _report_soon(self) -> None:
         """Schedules a report to the metrics, which covers all changes until then."""
-        if self._metrics is not None and self._report_timer is None and self.steps.loop is not None:
-            self._report_timer = self.steps.loop.call_later(self._metrics.every_s, self._report)
+        if self._metrics is not None and self._report_timer is None and self._loop is not None:
+            self._report_timer = self._loop.call_later(self._metrics.every_s, self._report)
 
     def _report(self) -> None:
         if self._report_timer is None or self._metrics is None:

@@ -147,16 +147,6 @@ def log_nodes(what: str, ids: Sequence[str]) -> None:
     logger.info(f"{what} runs on {', '.join(found)}")
 
 
-def beside() -> dict[str, Any]:
-    """Returns options of an actor that keep it on the node of this process.
-
-    Ray's affinity for a node does not, for an actor without resources: it starts on any node.
-    """
-    import ray
-
-    return {"label_selector": {NODE_ID: ray.get_runtime_context().get_node_id()}}
-
-
 class Places:
     """The places of a service's processes: which node each runs on, and its GPUs.
 

@@ -100,8 +100,6 @@ class RewardConfig(Section):
     """Passed to a reward function as reward_router_address if it has that parameter."""
     model_tokenizer: Text | None = None
     """Path of a tokenizer, passed to a reward function as reward_model_tokenizer if it has that parameter."""
-    actors: Annotated[int, Field(gt=0, le=65536)] = 1
-    """Processes that send the requests, within common limits; more than one if one has not enough CPU time (ray)."""
     frozen_after: NonNegativeFloat | None = None
     """Seconds that a call may block the agent's process; null for timeout, 0 for no limit."""
     restarts: NonNegativeInt = 3

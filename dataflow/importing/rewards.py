@@ -18,10 +18,6 @@ _REWARD = "reward.reward_model"
 _FUNCTION = "reward.custom_reward_function"
 
 
-def _if_given(key: str, value: Any, settings: Settings) -> Ours:
-    return {"reward.actors": value} if key in settings.given and value is not None else {}
-
-
 def _reward_function(_key: str, _value: Any, settings: Settings) -> Ours:
     path = settings.get(f"{_FUNCTION}.path", marked=True)
     if path is not None:
@@ -99,7 +95,6 @@ def _served(_key: str, _value: Any, settings: Settings) -> Ours:
 
 
 REWARDS: Mapping[str, Conversion] = {
-    "if_given": _if_given,
     "manager": _manager,
     "overlong": _overlong,
     "reward_function": _reward_function,

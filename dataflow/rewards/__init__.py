@@ -7,7 +7,7 @@ The way of one request, from ``submit`` to ``collect``; each line names the func
     RewardAgent._admit              reward_agent.py    on the next turns of the event loop, some rows at a time
       Jobs.admit                    jobs.py            a ScoringJob, or the answer that the ledger has
       Scorer.score                  scorer.py          NEW -> QUEUED
-        LocalQueue.push             limits/queues.py   or SharedQueue.push (limits/shared.py) for several agents
+        EndpointQueue.push          limits/queues.py
     Limiter.fill                    limits/queues.py   whenever a slot or a rate allows one more call
       RewardAgent._start            reward_agent.py
         Scorer.start                scorer.py          QUEUED -> RUNNING
@@ -24,6 +24,5 @@ The way of one request, from ``submit`` to ``collect``; each line names the func
 
     RewardAgent.collect             reward_agent.py    Steps.collect (steps.py) waits, and returns the rewards
 
-States and their allowed changes are in requests.py. In actors (remote/), ``RemoteAgent`` sends each actor its groups;
-a local agent scores them there, and ``Steps`` returns them in the process that submitted them.
+States and their allowed changes are in requests.py.
 """

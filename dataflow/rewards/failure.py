@@ -88,7 +88,7 @@ class FailedShare:
     def __init__(self, most: float) -> None:
         if not 0 <= most <= 1:
             raise ConfigError(f"reward.max_failed_share={most}; give a number from 0 to 1.")
-        self.most = most
+        self._most = most
         self._submitted = 0
         self._latest = _LATEST
         self._ends: deque[bool] = deque()
@@ -116,8 +116,8 @@ class FailedShare:
             more: whether further chunks of the step may follow; the share of a few first ones would be misleading.
         """
         known = min(self._submitted, self._latest)
-        if self._failed <= self.most * (max(known, _LATEST) if more else known):
+        if self._failed <= self._most * (max(known, _LATEST) if more else known):
             return ""
         of = f"the last {known}" if self._submitted > known else f"{known}"
-        most = f"more than reward.max_failed_share={self.most:g} allows"
+        most = f"more than reward.max_failed_share={self._most:g} allows"
         return f"{self._failed} of {of} reward requests have failed, {most}; the last one: {self._message}"

@@ -13,8 +13,7 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
 from dataflow.rewards.ledger.frozen_calls import FrozenCall, FrozenCalls
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue
-from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.requests import GroupJob, Step, StepRequests
 from dataflow.rewards.steps import Steps
 from dataflow.rewards.user.results import read_scores, read_usage

@@ -85,7 +85,6 @@ def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
         columns,
         {
             "latency_s": [request.end - request.begin for request in requests],
-            "scores": [request.score for request in requests],  # as they were given, in float64
             "records": [record(request) for request in requests],
             "replaced": [record(request) for request in replaced],
         },

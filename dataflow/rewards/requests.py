@@ -327,11 +327,6 @@ class StepRequests:
         request.end_as(state)
         self.open -= 1
 
-    def finish(self, group: int) -> None:
-        """Makes an unfinished group an arrived one."""
-        self.unfinished.pop(group, None)
-        self.arrived.append(group)
-
     def pick(self, take: int, order: Order, named: frozenset[int] | None = None) -> list[int] | None:
         """Removes the next groups, or the named ones; returns them in order of their ids, None while one is missing.
 

@@ -15,8 +15,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.rewards.hedge import Hedge
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue
-from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.limits.rates import LONG_S
 from dataflow.rewards.limits.router import Router, is_doubtful
 from dataflow.rewards.requests import Failed, JobState, Outcome, Scored, ScoringJob

@@ -1,15 +1,11 @@
-"""The steps of a reward agent: submitted, collected, cancelled or failed; and the groups and waiters of each.
-
-:class:`~dataflow.reward_agent.RewardAgent` and :class:`~dataflow.rewards.remote.agent.RemoteAgent` each hold one.
-"""
+"""The steps of a reward agent: submitted, collected, cancelled or failed; and the groups and waiters of each."""
 
 from __future__ import annotations
 
 import asyncio
 import numbers
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from loguru import logger
 
@@ -21,7 +17,6 @@ from dataflow.rewards.naming import MAIN, prefixed
 from dataflow.rewards.records import rewards_of, step_summary
 from dataflow.rewards.requests import (
     BESIDE,
-    ENDED,
     Order,
     Request,
     RequestState,
@@ -36,13 +31,6 @@ from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.load import describe
 
 _REMEMBERED = 4096  # ended steps that keep their message for later collects
-_NO_SUMS = frozenset(
-    [
-        *("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED),
-        *("waiting", "running", "peak", "abandoned", "steps", "limit", "latency_s", "actors_died"),
-    ]
-)
-"""Stats that are those of now, or that the summary of a step counts itself; all others are sums so far."""
 
 
 class Steps:
@@ -64,37 +52,16 @@ class Steps:
         on_end: Callable[[StepRequests], None],
         agent: str = MAIN,
     ) -> None:
-        self.rule = rule
-        self.agent = agent
-        self.failures = FailedShare(max_failed_share)
+        self._rule = rule
+        self._agent = agent
+        self._failures = FailedShare(max_failed_share)
         self.counts: Counter[str] = Counter()
         self.live: dict[Step, StepRequests] = {}
-        self.loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
-        self.halted: tuple[str, BaseException | None] | None = None
+        self._halted: tuple[str, BaseException | None] | None = None
         self._on_cancel = on_cancel
         self._on_end = on_end
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
-        self._reported: dict[str, float] = {}
-
-    def bind(self, start: Callable[[asyncio.AbstractEventLoop], None]) -> None:
-        """Binds the agent to the running event loop.
-
-        Args:
-            start: called with the loop, the first time.
-
-        Raises:
-            DataflowError: no loop runs, or the agent is bound to another one.
-        """
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError as error:
-            raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
-        if self.loop is None:
-            start(loop)
-            self.loop = loop
-        if self.loop is not loop:
-            raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
 
     # --- submit -------------------------------------------------------------------------------------------------
 
@@ -107,8 +74,8 @@ class Steps:
         """
         if self.closed:
             raise DataflowError(f"reward agent: step {step} was submitted after close().")
-        if self.halted is not None:
-            raise RewardFailed(prefixed(self.halted[0], self.agent)) from self.halted[1]
+        if self._halted is not None:
+            raise RewardFailed(prefixed(self._halted[0], self._agent)) from self._halted[1]
         known = self.live.get(step)
         if more and step in self._ended:
             raise self._gone(step)
@@ -133,11 +100,11 @@ class Steps:
             training = isinstance(step, numbers.Integral)
             number = str(step).removeprefix(BESIDE)
             priority = (0, int(number)) if training or number != step else (1, 0)
-            rule = self.rule if training else self.rule.for_validation()
+            rule = self._rule if training else self._rule.for_validation()
             state = self.live[step] = StepRequests(step, rule, priority, extra_groups, more, group_filter=group_filter)
         requests = state.add(samples.groups.tolist())
         self.counts["requested"] += len(samples)
-        self.failures.submitted(len(samples), state.rows)
+        self._failures.submitted(len(samples), state.rows)
         return state, requests, Ticket(step, samples.ids, len(samples))
 
     # --- requests and groups ------------------------------------------------------------------------------------
@@ -145,7 +112,7 @@ class Steps:
     def scored(self, request: Request, outcome: Scored) -> bool:
         """Ends a request with its score; returns whether that finishes its group."""
         self.counts["scored"] += 1
-        self.failures.ended()
+        self._failures.ended()
         request.score, request.extras = outcome.score, outcome.extras
         request.source = request.source or outcome.source
         return self._end_request(request, RequestState.SCORED)
@@ -155,7 +122,7 @@ class Steps:
         state = request.step
         message = f"{request}: {message}"
         self.counts["failed"] += 1
-        self.failures.ended(message)
+        self._failures.ended(message)
         state.last_failure = message
         fatal = attribute_of(error, "fatal") is True
         if fatal or state.rule.kind == "fail":
@@ -167,7 +134,7 @@ class Steps:
             return False
         if not state.failed:
             # Only the first one of a step; the step's metrics have their number.
-            logger.warning("{}", prefixed(f"{message.rstrip('.')} (reward.on_failure={state.rule})", self.agent))
+            logger.warning("{}", prefixed(f"{message.rstrip('.')} (reward.on_failure={state.rule})", self._agent))
         state.failed += 1
         if state.rule.kind == "score":
             request.score = state.rule.score
@@ -175,13 +142,13 @@ class Steps:
             request.kept = False
         else:
             state.end(request, RequestState.FAILED)
-            self.drop_group(request, error)
+            self._drop_group(request, error)
             return False
         return self._end_request(request, RequestState.FAILED)
 
     def check_failed_share(self, state: StepRequests, error: BaseException | None) -> None:
         """Ends every step if too many requests have failed."""
-        if state.rule.kind != "fail" and (passed := self.failures.passed(state.more)):
+        if state.rule.kind != "fail" and (passed := self._failures.passed(state.more)):
             self.halt(passed, error)
 
     def _end_request(self, request: Request, how: RequestState) -> bool:
@@ -190,7 +157,7 @@ class Steps:
         state.unfinished[group] -= 1
         return not state.unfinished[group]
 
-    def drop_group(self, failed: Request, error: BaseException) -> None:
+    def _drop_group(self, failed: Request, error: BaseException) -> None:
         """Drops the group of a failed request; under ``replace_group`` an extra one takes its place."""
         state, group, now = failed.step, failed.group, clock.now()
         for request in state.groups[group]:
@@ -209,14 +176,15 @@ class Steps:
         if state.extra_groups < 0:
             self.fail(state, _short_of_groups(state), error)
         else:
-            self.serve(state)
+            self._serve(state)
 
     def arrive(self, state: StepRequests, group: int) -> None:
         """Makes a finished group available to collect."""
-        state.finish(group)
-        self.serve(state)
+        state.unfinished.pop(group, None)
+        state.arrived.append(group)
+        self._serve(state)
 
-    def serve(self, state: StepRequests) -> None:
+    def _serve(self, state: StepRequests) -> None:
         """Wakes the waiters whose groups are there, first come, first served."""
         while state.waiters:
             waiter = state.waiters[0]
@@ -253,7 +221,7 @@ class Steps:
             raise DataflowError(f"reward agent: step {step} has {state.left} groups left to collect, not {take}.")
         chosen = await self._wait(state, take, order, named)
         final = last if state.more or named is not None else len(state.groups) <= state.extra_groups + len(chosen)
-        if final and state.more and not state.over and (passed := self.failures.passed()):
+        if final and state.more and not state.over and (passed := self._failures.passed()):
             self.halt(passed, None)  # the share is known only now that the step is complete
             raise self._gone(step)
         batch = rewards_of(state, chosen)
@@ -267,7 +235,7 @@ class Steps:
         """Waits until groups have arrived and returns their ids."""
         waiter = Waiter(take, order, asyncio.get_running_loop().create_future(), named)
         state.waiters.append(waiter)
-        self.serve(state)
+        self._serve(state)
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -276,7 +244,7 @@ class Steps:
                 state.waiters.remove(waiter)
             elif not waiter.future.cancelled() and not waiter.future.exception():
                 state.arrived = waiter.future.result() + state.arrived
-            self.serve(state)
+            self._serve(state)
             raise
 
     # --- ends of steps ------------------------------------------------------------------------------------------
@@ -297,8 +265,8 @@ class Steps:
 
     def halt(self, message: str, error: BaseException | None) -> None:
         """Ends every step, now and later, for a fault that is not that of one step."""
-        if self.halted is None:
-            self.halted = message, error
+        if self._halted is None:
+            self._halted = message, error
         for state in list(self.live.values()):
             self.fail(state, message, error)
 
@@ -322,7 +290,7 @@ class Steps:
     def _end(self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None) -> None:
         state.over = True
         del self.live[state.key]
-        self._ended[state.key] = (kind, prefixed(message, self.agent), cause)
+        self._ended[state.key] = (kind, prefixed(message, self._agent), cause)
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
         for waiter in state.waiters:
@@ -354,14 +322,6 @@ class Steps:
     def waiting(self) -> int:
         """Returns the number of open requests for which no call runs."""
         return sum(state.waiting() for state in self.live.values())
-
-    def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
-        """Returns how much the sums among the stats have grown since the last call."""
-        now = {name: float(value) for name, value in stats.items() if name not in _NO_SUMS}
-        # The sums of an agent in actors fall when one of these is replaced.
-        grown = {name: max(0.0, value - self._reported.get(name, 0.0)) for name, value in now.items()}
-        self._reported = now
-        return grown
 
 
 def _short_of_groups(state: StepRequests) -> str:

@@ -222,19 +222,18 @@ class Attempt:
         except NotOffered:
             return None
 
-    async def _stats(self, method: str = "stats") -> dict[str, Any]:
+    async def _stats(self) -> dict[str, Any]:
         """Returns the stats of the reward agents: the services that collect rewards on a resource of their own name."""
         collecting = [s for s in self._graph.pipeline.stages if s.host is not None and s.host.name == s.on]
         agents = dict.fromkeys(s.on for s in collecting if s.collects or s.on == MAIN)
-        found = {name: await self._offered(name, method) for name in agents}
+        found = {name: await self._offered(name, "stats") for name in agents}
         return {name: stats for name, stats in found.items() if stats is not None}
 
     async def last_stats(self) -> dict[str, Any]:
         """Returns what the reward agents say of themselves at the end of an attempt that failed; {} if they cannot."""
         try:
             async with asyncio.timeout(_LAST_S):
-                # An agent in actors has their numbers of the last step, until it asks them.
-                return {**await self._stats(), **await self._stats("refresh")}
+                return await self._stats()
         except (DataflowError, LookupError, TimeoutError) as error:
             logger.debug(f"the summary lacks what was paid for since the last step: {error!r}")
         except Exception as error:  # the first error counts, and the record is still to be ended

@@ -20,8 +20,6 @@ from dataflow.cluster.programs import idle_agent
 from dataflow.errors import RunError
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Pipeline
-from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.limits.shared import start_limits
 from tests.rigs.listening import Listener, check, listeners
 from tests.rigs.processes import below, command, environment, left
 
@@ -76,14 +74,10 @@ def ask(**environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_listens_on_loopback_alone_and_so_do_shared_limits(executor: RayExecutor) -> None:
-    actor, address = start_limits(Limits(4))
-    assert address.host == "127.0.0.1"
+def test_it_listens_on_loopback_alone(executor: RayExecutor) -> None:
     found = [each for each in listeners(psutil.Process()) if each not in BEFORE]
     # This process is pytest: it stands for the command.
     check([each._replace(process="dataflow run") if "pytest" in each.process else each for each in found], 4)
-    assert any(each.port == address.port for each in found)
-    del actor
 
 
 def test_it_starts_what_a_run_uses_and_no_more(executor: RayExecutor) -> None:

@@ -29,10 +29,10 @@ from dataflow.planning.config import PlanConfig
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.failure import KINDS
 from dataflow.rewards.ledger.ledger import Ledger
-from dataflow.rewards.remote.metrics import COUNTED, GAUGED
+from dataflow.rewards.metrics import COUNTED, GAUGED
 from dataflow.rewards.retry import _TRANSPORT, is_transient
 from dataflow.rewards.user.results import RESERVED
-from dataflow.running.services.agent import host_agent
+from dataflow.running.services.agent import build_agent
 from dataflow.testing.options import TABLES, option_table
 
 pytestmark = pytest.mark.timeout(60)
@@ -166,7 +166,7 @@ def test_runs_have_valid_options_and_agents_that_can_be_built(
     config.judge.url = config.judge.url or "http://127.0.0.1:1"  # a run starts one
     options = {**pipeline.pipeline(config).hosts()["reward"].options, "ledger": None}
     options["options"] = options["options"].model_copy(update={"cache": None, "router_address": "127.0.0.1:1"})
-    run(host_agent(**options).close)
+    run(build_agent(**options).close)
 
 
 def test_plans_have_valid_options() -> None:

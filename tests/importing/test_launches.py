@@ -209,7 +209,6 @@ MODEL, OPTIM, FSDP = (f"actor_rollout_ref.{section}" for section in ("model", "a
         ("data.train_max_samples=2048", {"steps": 30}),
         ("data.max_response_length=99", {"engine.max_tokens": 99}),
         ("actor_rollout_ref.rollout.response_length=98", {"engine.max_tokens": 98}),
-        ("reward.num_workers=4", {"reward.actors": 4}),
         ("algorithm.rollout_correction.rollout_is=token", {"algorithm.rollout_is": "token"}),
         ("algorithm.filter_groups.enable=True", {"algorithm.filter_groups.metric": "score"}),
         (
@@ -256,6 +255,13 @@ def test_what_has_no_counterpart_is_listed_with_what_to_do(rows: Path, change: s
     assert any(each.key == key and instead in each.instead for each in found.lost), found.lost
     assert f"#   {key}=" in found.script()
     built(found)
+
+
+def test_workers_for_rewards_need_nothing_as_the_agent_is_one_process(rows: Path) -> None:
+    found = imported(GRPO, rows, "reward.num_workers=4")
+    (note,) = [each.instead for each in found.fine if each.key == "reward.num_workers"]
+    assert note == "the reward agent is one process, which is enough for thousands of requests in flight"
+    assert "num_workers" not in found.script()
 
 
 @pytest.mark.parametrize(

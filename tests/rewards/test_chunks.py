@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from dataflow.errors import DataflowError, RewardFailed
-from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.remote.agent import RemoteAgent
 from dataflow.rewards.requests import Ticket
-from tests.rewards.groups import group_rig
-from tests.rewards.groups.group_rig import BROKEN, Reward, samples
-from tests.rewards.remote.actor_rig import RemoteAgents
+from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
-Make = Callable[..., RewardAgent]
 
 
-@pytest.fixture(params=["here", pytest.param("in actors", marks=pytest.mark.heavy)])
-def agent_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
-    return group_rig.agent_of if request.param == "here" else RemoteAgents(monkeypatch, group_rig.agent_of)
-
-
-def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted(agent_of: Make) -> None:
+def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted() -> None:
     async def body() -> None:
         agent = agent_of(Reward())
         tickets = [agent.submit(1, samples(2), more=True)]
@@ -51,7 +40,7 @@ def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted(agent_of: Make)
     run_virtual(body)
 
 
-def test_by_index_the_next_groups_are_waited_for(agent_of: Make) -> None:
+def test_by_index_the_next_groups_are_waited_for() -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_0=("after", 5)))
         agent.submit(1, samples(1), more=True)
@@ -67,7 +56,7 @@ def test_by_index_the_next_groups_are_waited_for(agent_of: Make) -> None:
     run_virtual(body)
 
 
-def test_what_is_left_at_the_last_collect_is_cancelled(agent_of: Make) -> None:
+def test_what_is_left_at_the_last_collect_is_cancelled() -> None:
     async def body() -> None:
         reward = Reward(_3_1="never")
         agent = agent_of(reward, "replace_group")
@@ -77,14 +66,14 @@ def test_what_is_left_at_the_last_collect_is_cancelled(agent_of: Make) -> None:
         assert (await agent.collect(1, 2, order="index", last=True)).ids == (0, 1)
         await asyncio.sleep(1)
         assert reward.cancelled == ["3.1"]
-        stats = await agent.refresh() if isinstance(agent, RemoteAgent) else agent.stats()
+        stats = agent.stats()
         assert stats["steps"] == stats["running"] == 0
         await agent.close()
 
     run_virtual(body)
 
 
-def test_a_lost_group_is_replaced_by_one_of_a_later_set(agent_of: Make) -> None:
+def test_a_lost_group_is_replaced_by_one_of_a_later_set() -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_1=BROKEN), "replace_group")
         agent.submit(1, samples(2), extra_groups=1, more=True)
@@ -98,7 +87,7 @@ def test_a_lost_group_is_replaced_by_one_of_a_later_set(agent_of: Make) -> None:
     run_virtual(body)
 
 
-def test_a_step_that_has_failed_takes_no_further_set(agent_of: Make) -> None:
+def test_a_step_that_has_failed_takes_no_further_set() -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_0=BROKEN))
         agent.submit(1, samples(1), more=True)
@@ -112,7 +101,7 @@ def test_a_step_that_has_failed_takes_no_further_set(agent_of: Make) -> None:
     run_virtual(body)
 
 
-def test_an_empty_chunk_is_refused_and_the_step_continues(agent_of: Make) -> None:
+def test_an_empty_chunk_is_refused_and_the_step_continues() -> None:
     async def body() -> None:
         agent = agent_of(Reward())
         agent.submit(1, samples(2), more=True)
@@ -125,7 +114,7 @@ def test_an_empty_chunk_is_refused_and_the_step_continues(agent_of: Make) -> Non
     run_virtual(body)
 
 
-def test_parts_cross_the_borders_of_sets(agent_of: Make) -> None:
+def test_parts_cross_the_borders_of_sets() -> None:
     async def body() -> None:
         late = {f"_{group}_1": ("after", s) for group, s in ((4, 1), (5, 2), (6, 3), (7, 4), (2, 40), (0, 50))}
         agent = agent_of(Reward(**late))
@@ -153,7 +142,7 @@ def test_parts_cross_the_borders_of_sets(agent_of: Make) -> None:
         ({"more": True}, {"more": True, "extra_groups": -1}, "-1 cannot be extra"),
     ],
 )
-def test_bad_input(agent_of: Make, first: dict[str, Any], second: dict[str, Any], message: str) -> None:
+def test_bad_input(first: dict[str, Any], second: dict[str, Any], message: str) -> None:
     async def body() -> None:
         agent = agent_of(Reward())
         agent.submit(1, samples(2), **first)
@@ -167,7 +156,7 @@ def test_bad_input(agent_of: Make, first: dict[str, Any], second: dict[str, Any]
 # --- what too many failures are ----------------------------------------------------------------------------------
 
 
-def test_one_failure_in_a_first_small_set_does_not_stop_a_large_step(agent_of: Make) -> None:
+def test_one_failure_in_a_first_small_set_does_not_stop_a_large_step() -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_0=BROKEN), "drop_sample", max_failed_share=0.1)
         for first in range(0, 20, 4):
@@ -178,7 +167,7 @@ def test_one_failure_in_a_first_small_set_does_not_stop_a_large_step(agent_of: M
     run_virtual(body)
 
 
-def test_with_its_last_set_a_step_is_known_to_have_failed_too_often(agent_of: Make) -> None:
+def test_with_its_last_set_a_step_is_known_to_have_failed_too_often() -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_0=BROKEN, _1_0=BROKEN, _2_0=BROKEN), "score:0", max_failed_share=0.25)
         agent.submit(1, samples(2), more=True)
@@ -188,23 +177,6 @@ def test_with_its_last_set_a_step_is_known_to_have_failed_too_often(agent_of: Ma
             await agent.collect(1, 2, last=True)
         with pytest.raises(RewardFailed, match="3 of 8"):
             agent.submit(2, samples(1))
-        await agent.close()
-
-    run_virtual(body)
-
-
-@pytest.mark.heavy
-def test_the_share_is_of_the_requests_of_all_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = RemoteAgents(monkeypatch, group_rig.agent_of)
-
-    async def body() -> None:
-        broken = dict.fromkeys(("_0_0", "_2_0", "_4_0", "_5_0", "_6_0"), BROKEN)
-        agent = make(Reward(**broken), "drop_sample", max_failed_share=0.25)
-        agent.submit(1, samples(4))
-        assert len(await agent.collect(1)) == 8, "of one actor's four requests two failed, of the other's none"
-        agent.submit(2, samples(4, first=4))
-        with pytest.raises(RewardFailed, match=r"5 of 16 reward requests have failed, .*; the last one: sample 0 of"):
-            await agent.collect(2)
         await agent.close()
 
     run_virtual(body)

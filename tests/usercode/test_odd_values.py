@@ -12,8 +12,6 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.limits.queues import LocalQueue
-from dataflow.rewards.limits.rates import Rates
 from dataflow.usercode.copies import is_awaitable, is_coroutine
 
 
@@ -63,14 +61,8 @@ def _run(reward: Any, *, stats: bool = False) -> list[float]:
     async def body() -> list[float]:
         loop, lost = asyncio.get_running_loop(), list[Any]()
         loop.set_exception_handler(lambda _loop, context: lost.append(context))
-        queues: list[LocalQueue] = []
-
-        def queue(name: str, limits: Limits, on_change: Callable[[], None], on_bug: Callable[[Exception], None]) -> Any:
-            queues.append(LocalQueue(name, limits, [Rates(limits.rpm, limits.tpm)], on_change, on_bug))
-            return queues[-1]
-
         retry = Retry(tries=1, timeout_s=None, deadline_s=None)
-        agent = RewardAgent(reward, limits=Limits(tpm=1e6), retry=retry, shared=queue)
+        agent = RewardAgent(reward, limits=Limits(tpm=1e6), retry=retry)
         try:
             async with asyncio.timeout(30):
                 agent.submit(1, Batch([0], {"response_text": ["7"], "ground_truth": ["7"], "data_source": ["d"]}))
@@ -81,7 +73,7 @@ def _run(reward: Any, *, stats: bool = False) -> list[float]:
         finally:
             await agent.close()
             assert not lost
-            assert [queue.running for queue in queues] == [0]
+            assert [queue.running for queue in agent._limiter.queues.values()] == [0]
 
     return asyncio.run(body())
 

@@ -14,9 +14,8 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue, Queued, QueueFactory
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.pause import Pause
 from dataflow.rewards.limits.rates import Rates
@@ -27,6 +26,31 @@ BACK_OFF = 0.7
 PREFERENCE = 0.25
 """Share of a server's slots by which the server that an item prefers may be fuller than another."""
 
+
+class Queued(Protocol):
+    """An item of a queue. One with a smaller priority starts first; one that is not ``wanted`` any more is skipped.
+
+    Attributes:
+        endpoint: where it is sent; empty leaves the choice to the limiter, among the servers of ``Limits.pool``.
+        tokens: estimate of what it uses.
+        prefers: the server of the pool that takes it unless another is much emptier; empty for none.
+        avoids: servers of the pool that take it only while all others are paused.
+        second: whether a call for it runs already, at a server that it avoids: those never take it.
+    """
+
+    priority: tuple[int, int, int]
+    endpoint: str
+    tokens: int
+    prefers: str
+    avoids: tuple[str, ...]
+
+    @property
+    def second(self) -> bool: ...
+
+    @property
+    def wanted(self) -> bool: ...
+
+
 _Heap = list[tuple[int, int, int, int, Queued]]
 
 
@@ -34,15 +58,20 @@ def _rates(limits: Limits) -> tuple[Rates, ...]:
     return (Rates(limits.rpm, limits.tpm),) if limits.rated else ()
 
 
-class LocalQueue:
-    """The queue of an endpoint whose limits belong to one agent; an :class:`EndpointQueue`.
+class EndpointQueue:
+    """Items that wait for one endpoint, and the calls in flight there.
 
     Args:
-        name: of the endpoint.
+        name: of the endpoint; empty for that of all items without one.
         limits: of the endpoint.
         rates: rates that its calls must keep to; other queues may share them.
         on_change: called when an item may have become ready.
         on_bug: called with an error after which queued items would wait for ever.
+
+    Attributes:
+        limit: current limit of calls in flight; a float, since it grows by fractions.
+        running: calls in flight.
+        waited_s: seconds that items at the head waited for a rate limit.
     """
 
     def __init__(
@@ -58,12 +87,11 @@ class LocalQueue:
         self.limit = float(limits.concurrency)
         self.running = 0
         self.waited_s = 0.0
-        self.overloads = 0
         self._changes: list[tuple[float, int]] = []
         self._heap: _Heap = []
         self._aside: _Heap = []
         """Items that avoid this server."""
-        self.others: Sequence[LocalQueue] = ()
+        self.others: Sequence[EndpointQueue] = ()
         """Queues of the other servers of the pool."""
         self._sequence = 0
         self._on_change = on_change
@@ -77,6 +105,7 @@ class LocalQueue:
         self._permits_task = asyncio.get_running_loop().create_task(self._acquire_permits()) if rates else None
 
     def push(self, item: Queued) -> None:
+        """Adds an item."""
         self._sequence += 1
         self._head()  # removes what other servers of a pool have started, also while this one starts nothing
         heapq.heappush(self._heap, (*item.priority, self._sequence, item))
@@ -106,6 +135,7 @@ class LocalQueue:
         return bool(self.others) and self.name in item.avoids
 
     def ready(self) -> Queued | None:
+        """Returns the item that may start now, if any."""
         if self._pause.active or self.running >= int(self.limit):
             return None
         head = self._head()
@@ -121,6 +151,7 @@ class LocalQueue:
         return self._permit is not None
 
     def pop(self) -> None:
+        """Removes the item that :meth:`ready` returned, and counts it as running."""
         item = heapq.heappop(self._next())[-1]
         self.running += 1
         if self._rates:
@@ -129,14 +160,13 @@ class LocalQueue:
                 rates.begin(item.tokens)
             self._wake.set()
 
-    def waiting(self) -> int:
-        return len({id(entry[-1]) for heap in (self._heap, self._aside) for entry in heap if entry[-1].wanted})
-
     def take_changes(self) -> list[tuple[float, int]]:
+        """Returns (seconds of ``clock.now()``, limit) of each change since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
     def pause(self, seconds: float) -> None:
+        """Starts nothing for a while, as the server asked."""
         self._pause.extend(seconds)
         self.refresh()
         if self.others:
@@ -148,11 +178,13 @@ class LocalQueue:
         return self._pause.active
 
     def resume(self) -> None:
+        """Ends a pause."""
         self._pause.cancel()
         self._resume()
 
     @property
     def paused_until(self) -> float:
+        """End of its last pause, in seconds of ``clock.now()``; 0 without one."""
         return self._pause.until
 
     def _resume(self) -> None:
@@ -160,9 +192,16 @@ class LocalQueue:
         self._on_change()
 
     def end(self, begun: float, overloaded: bool, extra_tokens: int, error: BaseException | None) -> None:
+        """Counts a call as ended.
+
+        Args:
+            begun: when it began, in seconds of ``clock.now()``.
+            overloaded: whether it ended since the service was overloaded.
+            extra_tokens: tokens it used beyond its estimate.
+            error: its error, if it failed.
+        """
         saturated = self.running + 1 > int(self.limit)
         self.running -= 1
-        self.overloads += overloaded
         for rates in self._rates:
             rates.correct(extra_tokens, clock.now() - begun)
         if self.limits.adaptive:
@@ -219,6 +258,7 @@ class LocalQueue:
             self._wake.set()
 
     def close(self) -> None:
+        """Ends its timer and its task."""
         if self._permits_task is not None:
             self._permits_task.cancel()
         self._pause.cancel()
@@ -230,7 +270,6 @@ class Limiter:
     Args:
         limits: of all calls and of single endpoints.
         start: called with an item and its queue, when its slot is taken.
-        shared: makes queues whose limits several agents share; None for an agent with limits of its own.
         on_bug: called with an error after which queued items would wait for ever.
     """
 
@@ -238,7 +277,6 @@ class Limiter:
         self,
         limits: Limits,
         start: Callable[[Any, EndpointQueue], None],
-        shared: QueueFactory | None = None,
         on_bug: Callable[[Exception], None] | None = None,
     ) -> None:
         self.limits = limits
@@ -247,21 +285,16 @@ class Limiter:
         self.running = 0
         self.peak = 0
         self.queues: dict[str, EndpointQueue] = {}
-        self._on_bug = report = on_bug or _raise
+        self._on_bug = on_bug or _raise
         common = _rates(limits)
         for name, own in {"": limits, **limits.endpoints}.items():
-            if shared is not None:
-                self.queues[name] = shared(name, own, self.fill, report)
-            else:
-                rates = common if own is limits else _rates(own) + common
-                self.queues[name] = LocalQueue(name, own, rates, self.fill, report)
+            rates = common if own is limits else _rates(own) + common
+            self.queues[name] = EndpointQueue(name, own, rates, self.fill, self._on_bug)
         self._all = list(self.queues.values())
-        # The server of shared limits chooses for all agents.
-        local = {name: queue for name, queue in self.queues.items() if isinstance(queue, LocalQueue)}
-        self._pool = [] if shared is not None else [local[name] for name in limits.pool]
+        self._pool = [self.queues[name] for name in limits.pool]
         for queue in self._pool:
             queue.others = [other for other in self._pool if other is not queue]
-        self._local: LocalQueue | None = None
+        self._local: EndpointQueue | None = None
 
     def queue_of(self, endpoint: str) -> EndpointQueue:
         """Returns the queue of an endpoint; those without limits of their own share one."""
@@ -278,7 +311,7 @@ class Limiter:
     def push_local(self, item: Queued) -> None:
         """Queues an item that needs a slot but no service: rates, pauses and lowered limits do not apply to it."""
         if self._local is None:
-            self._local = LocalQueue("", Limits(self.limits.concurrency), (), self.fill, self._on_bug)
+            self._local = EndpointQueue("", Limits(self.limits.concurrency), (), self.fill, self._on_bug)
             self._all.append(self._local)
         self._local.push(item)
 
@@ -344,12 +377,6 @@ class Limiter:
             return "pause"
         own = self.limits.endpoints.get(queue.name, self.limits)
         return "rate" if self.limits.rated or own.rated else ""
-
-    def waiting(self) -> int:
-        """Returns the number of queued items that are wanted."""
-        alone = sum(queue.waiting() for queue in self._all if queue not in self._pool)
-        # An item of the pool waits in all of its queues.
-        return alone + max((queue.waiting() for queue in self._pool), default=0)
 
     def changes(self) -> list[tuple[float, str, int]]:
         """Returns (seconds of ``clock.now()``, endpoint, limit) of each change of a limit since the last call."""

@@ -33,9 +33,9 @@ from zlib import crc32
 from loguru import logger
 
 from dataflow.errors import counted
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.health_check import HealthCheck, brief, health_of
 from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import EndpointQueue
 from dataflow.rewards.retry import is_bad_reply, is_lost, retry_after_s
 from dataflow.system import clock
 from dataflow.usercode.failures import attribute_of
@@ -46,8 +46,7 @@ FAILURES = 3
 BAD = 10
 """Bad answers in a row after which a server is compared with another one."""
 _HOLD_S = 4.0
-"""A paused queue is paused for this many times the interval of the probes: if the process of its router dies, other
-processes use the server again."""
+"""A paused queue is paused for this many times the interval of the probes, each of which extends the pause."""
 
 Routing = Literal["least", "prefix"]
 T = TypeVar("T")

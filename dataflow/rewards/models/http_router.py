@@ -27,9 +27,8 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.judge.address import addresses
 from dataflow.rewards.judge.server import serve
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.limits.router import Probing, Router, is_doubtful
 from dataflow.rewards.retry import is_overload
 from dataflow.system import clock

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,9 @@ from dataflow.rewards.ledger.file import check_file
 from dataflow.rewards.ledger.frozen_calls import FILE, FrozenCalls
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
+from dataflow.rewards.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of, keyed
-from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.user.build import build_manager, check_manager, find_manager, limits_declared, scores_alone
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
@@ -32,7 +31,6 @@ from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
 
 if TYPE_CHECKING:
     from dataflow.config.reward import RewardConfig
-    from dataflow.rewards.remote.agent import RemoteAgent
 
 _ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes",
           "slots", "routing")  # fmt: skip
@@ -88,8 +86,7 @@ def build_agent(
     # Several agents that share a ledger (reward.cache) each count what they paid for alone.
     kept = _ledger(options, run if name == MAIN else f"{run}/{name}", ledger)
     if kept is not None and (count_before := getattr(reward, "count_before", None)) is not None:
-        # What an earlier process of the run paid for counts against its budget; each agent takes its share.
-        count_before(*(number // options.actors for number in kept.spent()))
+        count_before(*kept.spent())  # what an earlier process of the run paid for counts against its budget
     if options.manager != "naive" or options.manager_path:
         reward = build_manager(
             options.manager, reward, options.manager_path, **{"tokenizer": tokenizer, **options.manager_kwargs}
@@ -125,30 +122,6 @@ def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | Non
     if name != MAIN:
         watched = replace(watched, service=f"{watched.service} '{name}'")
     return Sentinel(after_s, record, inline, watched, os.environ.get(DEATH_REASON))
-
-
-def host_agent(options: RewardConfig, name: str = MAIN, **given: Any) -> RewardAgent | RemoteAgent:
-    """Returns the agent of a run: in this process, or in actors if ``options.actors`` is above 1.
-
-    Args:
-        options: section ``reward`` of the configuration, or that of another agent.
-        name: of the agent among several of the run.
-        given: further arguments of :func:`build_agent`.
-
-    Raises:
-        ConfigError: see there; or the actors cannot be made, since Ray does not run.
-    """
-    build = partial(build_agent, options=options, name=name, **given)
-    if options.actors == 1:
-        return build()
-    import ray
-
-    from dataflow.rewards.remote.agent import RemoteAgent
-
-    if not ray.is_initialized():
-        words = f"reward.actors={options.actors}: Ray does not run here; use executor=ray, or one."
-        raise ConfigError(keyed(words, name))
-    return RemoteAgent(build, actors=options.actors, restarts=options.restarts, name=name, imports=["torch"])
 
 
 def check_reward(

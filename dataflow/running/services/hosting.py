@@ -27,7 +27,7 @@ VLLM_ON_GPU = "dataflow.engines.vllm.multi_process:AsyncVllmRollout"
 REPLICAS = "dataflow.engines.replicas.engine:Replicas"
 TRAINER = "dataflow.engines.verl.trainer:VerlTrainer"
 CRITIC = "dataflow.engines.verl.critic:VerlCritic"
-REWARD = "dataflow.running.services.agent:host_agent"
+REWARD = "dataflow.running.services.agent:build_agent"
 ROUTER = "127.0.0.1:0"
 """Address of the reward models for users' functions while it is not known."""
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
@@ -217,12 +217,10 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         default: a function or class, as ``"package.module:name"``, that scores if no reward model does.
 
     Raises:
-        ConfigError: the configuration has no such agent, or it needs Ray and the run does not use it.
+        ConfigError: the configuration has no such agent.
     """
     source = source_of(config, name)
     _name, options, custom, judge = source
-    if options.actors > 1 and config.executor == "inline":
-        raise ConfigError(f"{name}.actors={options.actors} needs processes of their own; use executor=ray, or one.")
     own = {"target": JUDGE, "kwargs": judge.client_options()} if default is None else {"target": default}
     if (model := model_of(config, source)) in config.reward.models and not custom.path:
         served = config.reward.models[model]

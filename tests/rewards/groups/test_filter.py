@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,21 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import RewardFailed
-from dataflow.reward_agent import Limits, RewardAgent
+from dataflow.reward_agent import Limits
 from dataflow.rewards.filter import GroupFilter
-from dataflow.rewards.remote.agent import RemoteAgent
-from tests.rewards.groups import group_rig
-from tests.rewards.groups.group_rig import BROKEN, NONE, Reward, samples
-from tests.rewards.remote.actor_rig import RemoteAgents
+from tests.rewards.groups.group_rig import BROKEN, NONE, Reward, agent_of, samples, scored
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
-Make = Callable[..., RewardAgent]
-
-
-@pytest.fixture(params=["here", pytest.param("in actors", marks=pytest.mark.heavy)])
-def agent_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
-    return group_rig.agent_of if request.param == "here" else RemoteAgents(monkeypatch, group_rig.agent_of)
 
 
 def equal(*groups: int) -> dict[str, Any]:
@@ -35,7 +25,7 @@ def equal(*groups: int) -> dict[str, Any]:
     return {f"_{group}_{sample}": 1.0 for group in groups for sample in range(2)}
 
 
-def test_the_first_groups_that_differ_are_collected_and_the_rest_is_cancelled(agent_of: Make) -> None:
+def test_the_first_groups_that_differ_are_collected_and_the_rest_is_cancelled() -> None:
     async def body() -> None:
         reward = Reward(**equal(0, 2), _4_0="never", _4_1="never", _5_0="never", _5_1="never")
         agent = agent_of(reward, limits=Limits(2))
@@ -46,14 +36,14 @@ def test_the_first_groups_that_differ_are_collected_and_the_rest_is_cancelled(ag
         assert (found["filtered_groups"], found["equal_groups"], found["scored"]) == (2, 0, 8)
         await asyncio.sleep(1)
         assert not any(name.startswith(("6", "7", "8")) for name in reward.begun), "nobody pays for what is not needed"
-        stats = await agent.refresh() if isinstance(agent, RemoteAgent) else agent.stats()
+        stats = agent.stats()
         assert stats["steps"] == stats["running"] == 0
         await agent.close()
 
     run_virtual(body)
 
 
-def test_left_out_groups_are_in_the_records(agent_of: Make) -> None:
+def test_left_out_groups_are_in_the_records() -> None:
     async def body() -> None:
         agent = agent_of(Reward(**equal(0)))
         agent.submit(1, samples(3), extra_groups=1, group_filter=GroupFilter(1))
@@ -65,7 +55,7 @@ def test_left_out_groups_are_in_the_records(agent_of: Make) -> None:
     run_virtual(body)
 
 
-def test_equal_groups_are_collected_for_want_of_others(agent_of: Make) -> None:
+def test_equal_groups_are_collected_for_want_of_others() -> None:
     async def body() -> None:
         agent = agent_of(Reward(**equal(0, 1, 2)))
         agent.submit(1, samples(4), extra_groups=2, group_filter=GroupFilter(2))
@@ -77,7 +67,7 @@ def test_equal_groups_are_collected_for_want_of_others(agent_of: Make) -> None:
     run_virtual(body)
 
 
-def test_extra_groups_for_failures_are_not_used_up_by_the_filter(agent_of: Make) -> None:
+def test_extra_groups_for_failures_are_not_used_up_by_the_filter() -> None:
     async def body() -> None:
         agent = agent_of(Reward(**equal(0, 1), _3_0=("after", 5, BROKEN)), "replace_group")
         agent.submit(1, samples(4), extra_groups=2, group_filter=GroupFilter(1))
@@ -89,7 +79,7 @@ def test_extra_groups_for_failures_are_not_used_up_by_the_filter(agent_of: Make)
     run_virtual(body)
 
 
-def test_too_many_failed_beside_those_left_out(agent_of: Make) -> None:
+def test_too_many_failed_beside_those_left_out() -> None:
     async def body() -> None:
         agent = agent_of(Reward(**equal(0), _1_0=("after", 1, BROKEN), _2_0=("after", 2, BROKEN)), "replace_group")
         agent.submit(1, samples(4), extra_groups=2, group_filter=GroupFilter(1))
@@ -101,7 +91,7 @@ def test_too_many_failed_beside_those_left_out(agent_of: Make) -> None:
     run_virtual(body)
 
 
-def test_another_column_than_the_score(agent_of: Make) -> None:
+def test_another_column_than_the_score() -> None:
     async def body() -> None:
         def say(group: int, *accuracies: float) -> dict[str, Any]:
             return {f"_{group}_{i}": {"score": float(i), "acc": value} for i, value in enumerate(accuracies)}
@@ -117,7 +107,7 @@ def test_another_column_than_the_score(agent_of: Make) -> None:
     run_virtual(body)
 
 
-def test_values_are_compared_in_float32_as_advantages_are(agent_of: Make) -> None:
+def test_values_are_compared_in_float32_as_advantages_are() -> None:
     async def body() -> None:
         plan = {
             "_0_0": 0.1 + 0.2, "_0_1": 0.3, "_1_0": 1e8, "_1_1": 1e8 + 1, "_2_0": 1e-46, "_2_1": 0.0,
@@ -146,7 +136,7 @@ def test_values_are_compared_in_float32_as_advantages_are(agent_of: Make) -> Non
 )
 def test_a_column_that_cannot_be_compared_is_named(value: Any, why: str) -> None:
     async def body() -> None:
-        agent = group_rig.agent_of(Reward(**{f"_0_{sample}": {"score": 1.0, "acc": value} for sample in range(2)}))
+        agent = agent_of(Reward(**{f"_0_{sample}": {"score": 1.0, "acc": value} for sample in range(2)}))
         agent.submit(1, samples(2), extra_groups=1, group_filter=GroupFilter(1, "acc"))
         message = (
             rf"sample . of group 0 of step 1: its column 'acc' \(.*metric\) is {why}; let the reward return a finite"
@@ -158,7 +148,7 @@ def test_a_column_that_cannot_be_compared_is_named(value: Any, why: str) -> None
     run_virtual(body)
 
 
-def test_a_group_whose_samples_were_dropped_is_left_out(agent_of: Make) -> None:
+def test_a_group_whose_samples_were_dropped_is_left_out() -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_0=BROKEN), "drop_sample")
         agent.submit(1, samples(2), extra_groups=1, group_filter=GroupFilter(1))
@@ -169,7 +159,7 @@ def test_a_group_whose_samples_were_dropped_is_left_out(agent_of: Make) -> None:
 
 
 def test_a_validation_is_not_filtered() -> None:
-    rewards, _agent = group_rig.scored(Reward(**equal(0, 1, 2)), step="val:1")
+    rewards, _agent = scored(Reward(**equal(0, 1, 2)), step="val:1")
     assert rewards.ids == (0, 1, 2)
     assert "filtered_groups" not in rewards.meta["step"]
 
@@ -188,7 +178,7 @@ def test_by_index_the_groups_are_the_same_in_any_order_of_completion(data: st.Da
         plan = {
             f"_{g}_{i}": ("after", delays[g], 1.0 if g in flat else float(i)) for g in range(groups) for i in (0, 1)
         }
-        agent = group_rig.agent_of(Reward(**plan))
+        agent = agent_of(Reward(**plan))
         for first in range(0, groups, chunk):
             agent.submit(
                 1, samples(chunk, first=first), extra_groups=4, more=chunk < groups, group_filter=GroupFilter(4)

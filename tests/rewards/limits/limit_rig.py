@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.system import clock
 
 MINUTE = 60.0 - 1e-4

@@ -169,7 +169,7 @@ def test_everything_wanted_starts_and_no_limit_is_passed(
             rig.loop.call_at(at, rig.limiter.queues[name].pause, seconds)
         await asyncio.sleep(60 * 250)
         assert len(rig.begun) == wanted == rig.ended
-        assert (rig.limiter.running, rig.limiter.waiting()) == (0, 0)
+        assert rig.limiter.running == 0
         assert all(queue.running == 0 for queue in rig.limiter.queues.values())
         assert rig.most["all"] <= slots
         assert rig.most["a"] <= 2

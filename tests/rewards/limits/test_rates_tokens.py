@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import EndpointQueue
 from dataflow.rewards.limits.rates import Meter, Rates
 from dataflow.system import clock
 from tests.rewards.limits.limit_rig import MINUTE, Item, Rig, tokens_of

@@ -15,11 +15,8 @@ from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.judge.prompt import question_of
-from dataflow.rewards.limits.endpoint_queue import EndpointQueue
-from dataflow.rewards.limits.queues import LocalQueue
+from dataflow.rewards.limits.queues import EndpointQueue
 from dataflow.rewards.limits.router import BAD, FAILURES, Probing, Router, ServerGivenUp
-from dataflow.rewards.limits.server import LimitServer
-from dataflow.rewards.limits.shared import SharedLimits
 from dataflow.rewards.retry import is_lost
 from dataflow.system import clock
 from tests.rigs.reward_servers import FakeServer, servers
@@ -53,9 +50,7 @@ class OpenRouter(Router):
 
     def takes(self, name: str) -> bool:
         """Whether a server gets calls."""
-        queue = self.queues[name]
-        assert isinstance(queue, LocalQueue)
-        return not queue.paused
+        return not self.queues[name].paused
 
 
 def prompt_of(arguments: Mapping[str, Any]) -> str:
@@ -385,36 +380,6 @@ def test_with_no_server_for_long_requests_fail_with_a_sentence(logged: list[str]
             await agent.collect(1)
         assert any("no server has answered for 1 s" in line for line in logged)
         await agent.close()
-
-    run(body())
-
-
-def test_agents_with_shared_limits_share_the_slots_of_each_server() -> None:
-    async def body() -> None:
-        async with servers(2, score=one) as found:
-            for server in found:
-                server.hang()
-            judges = [judge_of(found, slots=3) for _ in range(2)]
-            agents = [agent_of(judge) for judge in judges]
-            limits = LimitServer(agents[0].limits)
-            address = await limits.open()
-            for number, agent in enumerate(agents):
-                agent.share_limits(SharedLimits(address, f"agent {number}").queue)
-                agent.submit(1, samples(20))
-            for server in found:
-                await server.until(3)
-            assert [server.running for server in found] == [3, 3]
-            await found[0].stop()
-            found[1].answering.set()
-            for agent in agents:
-                rewards = await agent.collect(1)
-                assert places(rewards) == {found[1].url: 20}
-            assert found[1].most == 3
-            await found[0].start()
-            await agent_until(agents[0], found[0])
-            for agent in agents:
-                await agent.close()
-            await limits.close()
 
     run(body())
 

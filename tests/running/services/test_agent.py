@@ -14,7 +14,7 @@ from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.naming import JUDGE, SERVED
-from dataflow.running.services.agent import _sentinel, build_agent, check_reward, host_agent, limits_of, retry_of
+from dataflow.running.services.agent import _sentinel, build_agent, check_reward, limits_of, retry_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -205,12 +205,6 @@ def test_equal_requests_in_flight_are_asked_once(file: Path) -> None:
     stats = run(lambda: body(RewardConfig()))
     assert (stats["requested"], stats["scored"], stats["shared"]) == (4, 4, 2)
     assert run(lambda: body(RewardConfig(share_equal=False)))["shared"] == 0
-
-
-def test_several_actors_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with pytest.raises(ConfigError, match=r"reward\.actors=2: Ray does not run here; use executor=ray"):
-        host_agent(RewardConfig(actors=2), custom=None, default={})
 
 
 def test_an_agent_speaks_of_its_own_section() -> None:

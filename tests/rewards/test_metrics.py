@@ -27,7 +27,7 @@ def test_counts_and_gauges_are_exported(ray: Any) -> None:
     class Desk:
         async def score(self) -> dict[str, Any]:
             from dataflow.reward_agent import RewardAgent
-            from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
+            from dataflow.rewards.metrics import RayMetrics, in_ray_worker
 
             async def right(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
                 return 1.0
@@ -62,6 +62,6 @@ def test_counts_and_gauges_are_exported(ray: Any) -> None:
 def test_outside_of_ray_nothing_is_told() -> None:
     import sys
 
-    from dataflow.rewards.remote.metrics import in_ray_worker
+    from dataflow.rewards.metrics import in_ray_worker
 
     assert not in_ray_worker(), sys.modules.get("ray")

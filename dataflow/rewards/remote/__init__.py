@@ -1,1 +1,0 @@
-"""The reward agent spread over Ray actors."""
