@@ -1,6 +1,6 @@
 """Writes a model of the shape of a Qwen2.5 with random weights, and problems for it.
 
-    python benchmarks/gpu/prepare.py DIRECTORY [0.5b|1.5b|tiny] [tokens of a prompt]
+    python benchmarks/gpu/prepare.py DIRECTORY 0.5b|1.5b|tiny TOKENS
 
 Random weights teach nothing, but take the time and the memory of trained ones. The vocabulary is padded to the real
 one's size; the tokenizer is the tiny model's.
@@ -28,8 +28,8 @@ VOCABULARY, PROBLEMS = 151_936, 256
 TEMPLATE = 16  # more tokens than the chat template adds
 
 
-def main(directory: Path, shape: str = "0.5b", tokens: int = 256) -> None:
-    """Writes ``model/`` and ``problems.jsonl``; no prompt has more than that many tokens."""
+def main(directory: Path, shape: str, tokens: int) -> None:
+    """Writes ``model/`` and ``problems.jsonl``, whose prompts have that many tokens or somewhat less."""
     tokenizer = build_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2Config(
@@ -61,4 +61,4 @@ def main(directory: Path, shape: str = "0.5b", tokens: int = 256) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:4]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -13,6 +13,7 @@ out=${1:?give the directory for the results}
 shift
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
+begun=$SECONDS
 python=${PYTHON:-python3}
 work=$(mktemp -d) failed=0 patience=1
 trap 'rm -rf "$work"' EXIT
@@ -29,19 +30,21 @@ part() {
 		code="no time was left"
 	else
 		if command -v nvidia-smi >/dev/null; then
-			nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -lms 250 >"$work/$name.memory" &
+			stdbuf -oL nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -lms 250 >"$work/$name.memory" &
 			watch=$!
 		fi
 		timeout -k 10 "$limit" "$@" >"$work/$name.out" 2>"$work/$name.log"
 		code=$?
-		((code != 124)) || code="stopped after $limit s"
+		((code != 124 && code != 137)) || code="stopped after $limit s"
 		[ -z "$watch" ] || kill "$watch"
 	fi
 	printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - begin))" >>"$work/parts.tsv"
 	echo "== $name: $([ "$code" = 0 ] && echo done || echo "FAILED ($code)"), $((SECONDS - begin)) s"
 	[ "$code" = 0 ] || tail -n 25 "$work/$name".{out,log} 2>/dev/null
 	"$python" benchmarks/gpu/table.py "$work" "$out"
-	tar -cz -C "$work" --exclude='*model*' --exclude='*checkpoint*' --exclude=cache --exclude=site . >"$out/logs.tar.gz"
+	# Whole or not at all, if this machine is taken away meanwhile.
+	tar -cz -C "$work" --exclude='./*/model' --exclude=cache --exclude=site . >"$out/logs.part"
+	mv "$out/logs.part" "$out/logs.tar.gz"
 	[ "$code" = 0 ] || failed=1
 }
 
@@ -52,14 +55,14 @@ if [ -f "$bundle" ]; then
 fi
 export PYTHONPATH=$work/site:$PWD
 
-shapes=(0.5b 1.5b) tokens=256 on_gpu=(ray.gpus_per_worker=1 trainer.max_tokens_per_gpu=16384)
+shapes=(0.5b 1.5b) tokens=256 on_gpu=(ray.gpus_per_worker=1 trainer.max_tokens_per_gpu=8192)
 size=(data.prompts=32 engine.n=4 reward.concurrency=64)
 if [ "${1:-}" = --cpu ]; then
 	shift
 	shapes=(tiny tiny) tokens=64 on_gpu=() size=(data.prompts=4 engine.n=2 reward.concurrency=4)
 	patience=10 # what takes seconds on a GPU machine's many cores
 fi
-end=$((SECONDS + ${LIMIT_S:-570 * patience}))
+end=$((begun + ${LIMIT_S:-570 * patience}))
 given=("$@")
 # The arguments of a run: its name, the shape of its model, and keys of its own.
 keys() {
@@ -67,7 +70,7 @@ keys() {
 	shift 2
 	echo pipelines/gsm8k_grpo.py name="$name" runs="$work/runs" model.path="$work/$shape/model" \
 		data.train="$work/$shape/problems.jsonl" data.max_prompt_length="$tokens" engine.max_tokens="$tokens" \
-		engine.rollout=hf "${size[@]}" "${on_gpu[@]}" trainer.lr=1e-6 trainer.warmup_steps=0 val.every=0 checkpoint.every=0 \
+		engine.rollout=hf custom_reward_function.path=benchmarks/gpu/score.py "${size[@]}" "${on_gpu[@]}" trainer.lr=1e-6 trainer.warmup_steps=0 val.every=0 checkpoint.every=0 \
 		checkpoint.export=false "${given[@]}" "$@"
 }
 run() {
@@ -77,18 +80,21 @@ run() {
 	part "$name" "$limit" "$python" -m dataflow run $(keys "$name" "$@")
 }
 
-part gpu-check 120 "$python" -m pytest -q -rs -p no:cacheprovider tests/project/test_cuda.py tests/engines/test_gpu.py
+slow=custom_reward_function.reward_kwargs.scale
+
+[ "$patience" != 1 ] || # where there is no GPU they are skipped
+	part gpu-check 120 "$python" -m pytest -q -rs -p no:cacheprovider tests/project/test_cuda.py tests/engines/test_gpu.py
 main=${shapes[0]} large=${shapes[1]}
-part "model-$main" 60 "$python" benchmarks/gpu/prepare.py "$work/$main" "$main" "$tokens"
+part "make-$main" 60 "$python" benchmarks/gpu/prepare.py "$work/$main" "$main" "$tokens"
 # shellcheck disable=SC2046
 part "dry-$main" 60 "$python" -m dataflow run $(keys dry "$main" dry=true) --json
-# Without waits first: its second step says how long the GPU works, and with that how slow the judge is to be.
-run alone 120 "$main" policy=baseline steps=2 judge.time_scale=0
-scale=$("$python" benchmarks/gpu/table.py "$work" --judge) || scale=0.02
-run baseline 180 "$main" policy=baseline steps=4 judge.time_scale="$scale"
-run both 150 "$main" policy=both steps=4 judge.time_scale="$scale"
+# Without waits first: its second step says how long the GPU works, and with that how slow rewards are to be.
+run alone 120 "$main" policy=baseline steps=2
+scale=$("$python" benchmarks/gpu/table.py "$work" --scale) || scale=0.1
+run baseline 180 "$main" policy=baseline steps=4 $slow="$scale"
+run both 150 "$main" policy=both steps=4 $slow="$scale"
 part plan 60 "$python" -m dataflow plan "$work/runs/baseline" --json
-part "model-$large" 60 "$python" benchmarks/gpu/prepare.py "$work/$large" "$large" "$tokens"
-run lora 150 "$large" policy=baseline steps=2 judge.time_scale=0 trainer.gradient_checkpointing=true trainer.lora.rank=32
+[ -d "$work/$large" ] || part "make-$large" 60 "$python" benchmarks/gpu/prepare.py "$work/$large" "$large" "$tokens"
+run lora 150 "$large" policy=baseline steps=2 trainer.lora.rank=32 trainer.gradient_checkpointing=true
 cat "$out/table.md"
 exit "$failed"

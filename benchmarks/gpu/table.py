@@ -1,16 +1,18 @@
 """Writes the results of run.sh so far: table.md and table.json.
 
     python benchmarks/gpu/table.py WORK OUT
-    python benchmarks/gpu/table.py WORK --judge
+    python benchmarks/gpu/table.py WORK --scale
 
-The second prints judge.time_scale, by the run without waits.
+The second prints the factor on the delays of score.py, by the run without waits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import heapq
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -18,29 +20,32 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from score import LONGEST_S, SHORTEST_S
+
 RUNS = ("alone", "baseline", "both", "lora")
-MEAN_LATENCY_S = 20.5  # of judge.latency=uniform:1:40
 FIGURES = {
     "seconds a step": "timing_s/step",
     "rollout": "timing_s/gen",
     "old log-probs": "timing_s/old_log_prob",
     "update": "timing_s/update_actor",
-    "gather weights": "timing_s/gather_weights",
     "sync weights": "timing_s/sync_weights",
     "GPU waits, s a step": "overlap/exposed_wait_s",
-    "tokens a second": "perf/throughput",
+    "tokens a second, prompts too": "perf/throughput",
     "MFU of updates": "perf/mfu/actor",
-    "trainer's allocated memory, GB": "perf/max_memory_allocated_gb",
+    "trainer's allocated memory, GiB": "perf/max_memory_allocated_gb",  # verl's name, but it divides by 1024 ** 3
+    "gradient norm": "actor/grad_norm",
     "log-perplexity, rollout - trainer": "rollout_corr/log_ppl_abs_diff",
     "KL, rollout to trainer": "rollout_corr/kl",
 }
 
 
-def judge(work: Path) -> float:
-    """Returns the factor on the judge's delays with which a step's rewards take as long as its other work."""
-    step = _steps(work / "runs" / "alone")[-1]
-    waves = step["reward/requested"] / step["reward/limit"]
-    return step["timing_s/step"] / (waves * MEAN_LATENCY_S)
+def scale(work: Path) -> float:
+    """Returns the factor on the delays with which a step's rewards take as long as its other work."""
+    _first, step = _steps(work / "runs" / "alone")
+    slots, drawn = [0.0] * int(step["reward/limit"]), random.Random(0)
+    for _ in range(int(step["reward/requested"])):
+        heapq.heapreplace(slots, slots[0] + drawn.uniform(SHORTEST_S, LONGEST_S))
+    return step["timing_s/step"] / max(slots)
 
 
 def figures(work: Path) -> dict[str, Any]:
@@ -55,12 +60,12 @@ def figures(work: Path) -> dict[str, Any]:
             row = {label: _median(steps, key) for label, key in FIGURES.items()}
             used = [int(word) for word in _read(work / f"{name}.memory").split() if word.isdecimal()]
             row["GPU memory in use at most, GiB"] = max(used) / 1024 if used else None
-            summary = json.loads(_read(work / "runs" / name / "summary.json") or "{}")
-            row["seconds of training"] = summary.get("wall_s")
+            summary = _parsed(_read(work / "runs" / name / "summary.json")) or {}
+            row["seconds of training, with the first step"] = summary.get("wall_s")
             found["runs"][name] = {label: value for label, value in row.items() if value is not None}
-    checks = [line for path in work.glob("dry-*.out") for line in _json(path) or []]
+    checks = [line for path in work.glob("dry-*.out") for line in _parsed(_read(path)) or []]
     found["estimate"] = next((line["message"] for line in checks if line["what"] == "GPU memory"), None)
-    plan = _json(work / "plan.out")
+    plan = _parsed(_read(work / "plan.out"))
     rows = plan["policies"] if plan else []
     found["predicted"] = {row["policy"]: row["total_s"] for row in rows if row["policy"] in found["runs"]}
     return found
@@ -78,9 +83,9 @@ def markdown(found: dict[str, Any]) -> str:
             lines.append(f"| {label} | {' | '.join('' if value is None else f'{value:.4g}' for value in each)} |")
         lines.append("")
     if found["estimate"]:
-        lines += [f"Estimated before (dry=true): {found['estimate']}", ""]
+        lines += [f"Estimated before by dry=true, for all runs but lora: {found['estimate']}", ""]
     for policy, seconds in found["predicted"].items():
-        took = found["runs"][policy].get("seconds of training")
+        took = found["runs"][policy].get("seconds of training, with the first step")
         error = f", {seconds / took - 1:+.1%} of the measured {took:.1f} s" if took else ""
         lines.append(f"Predicted from the baseline: {policy} {seconds:.1f} s{error}.")
     lines += ["", "| part | exit code | seconds |", "|---|---|---|"]
@@ -89,9 +94,9 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _steps(run: Path) -> list[dict[str, float]]:
-    """Returns the rows of a run's steps."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "timing_s/step" in row]
+    """Returns the rows of a run's steps, without a last one that the run was stopped in."""
+    rows = [_parsed(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row and "timing_s/step" in row]
 
 
 def _median(rows: list[dict[str, float]], key: str) -> float | None:
@@ -103,10 +108,10 @@ def _read(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def _json(path: Path) -> Any:
-    """Returns a file's JSON; None if it is not there, or a part was stopped while it wrote it."""
+def _parsed(text: str) -> Any:
+    """Returns what a JSON text is; None if there is none, or a part was stopped while it wrote it."""
     with contextlib.suppress(json.JSONDecodeError):
-        return json.loads(_read(path))
+        return json.loads(text)
     return None
 
 
@@ -127,9 +132,10 @@ def _versions() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "--judge":
-        print(f"{judge(Path(sys.argv[1])):.4f}")
+    if sys.argv[2] == "--scale":
+        print(f"{scale(Path(sys.argv[1])):.4f}")
     else:
         result = figures(Path(sys.argv[1]))
-        Path(sys.argv[2], "table.json").write_text(json.dumps(result, indent=1) + "\n")
-        Path(sys.argv[2], "table.md").write_text(markdown(result))
+        for name, text in (("table.json", json.dumps(result, indent=1) + "\n"), ("table.md", markdown(result))):
+            Path(sys.argv[2], f"{name}.part").write_text(text)
+            Path(sys.argv[2], f"{name}.part").replace(Path(sys.argv[2], name))

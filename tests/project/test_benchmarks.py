@@ -38,10 +38,28 @@ def test_what_measures_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "table.json").read_text())
     assert {code for _part, code, _seconds in found["parts"]} == {"0"}
     assert list(found["runs"]) == ["alone", "baseline", "both", "lora"]
+    assert all(run["gradient norm"] > 0 for run in found["runs"].values()), "they train"
     assert set(found["predicted"]) == {"baseline", "both"}
     page = (tmp_path / "table.md").read_text()
     assert "| seconds a step |" in page
     assert "Predicted from the baseline: both " in page
+
+
+def test_a_gpu_table_has_what_a_stopped_run_left(tmp_path: Path) -> None:
+    """The minutes are few: a run that its time limit ended must not cost the figures before it."""
+    work = tmp_path / "work"
+    (work / "runs" / "baseline").mkdir(parents=True)
+    (work / "parts.tsv").write_text("baseline\tstopped after 9 s\t9\n")
+    rows = [{"timing_s/step": seconds, "actor/grad_norm": 0.5} for seconds in (9.0, 2.0, 4.0)]
+    text = "\n".join(map(json.dumps, rows)) + '\n{"timing_s/st'
+    (work / "runs" / "baseline" / "metrics.jsonl").write_text(text)
+    (work / "baseline.memory").write_text("1024\n20480\n20")
+    (work / "plan.out").write_text('{"policies": [')
+    subprocess.run([sys.executable, BENCHMARKS / "gpu" / "table.py", work, tmp_path], check=True, timeout=60)
+    found = json.loads((tmp_path / "table.json").read_text())
+    assert found["runs"]["baseline"]["seconds a step"] == 3.0, "without the first"
+    assert found["runs"]["baseline"]["GPU memory in use at most, GiB"] == 20.0
+    assert "| baseline | stopped after 9 s | 9 |" in (tmp_path / "table.md").read_text()
 
 
 @pytest.mark.parametrize("held", [True, False])
