@@ -1,6 +1,6 @@
 """The errors of a judge: what went wrong, what to do about it, and whether another try may succeed.
 
-Messages are redacted, and the HTTP clients' own errors, which hold headers, are not chained.
+Messages are redacted, and aiohttp's own errors, which hold headers, are not chained.
 """
 
 from __future__ import annotations
@@ -16,28 +16,10 @@ from dataflow.system.secrets import redact
 CONNECT_S = 30.0
 """Seconds for connecting if no other time-out is set."""
 
-_PLAIN_TO_TLS = ("plain HTTP request was sent to HTTPS port", "HTTP request to an HTTPS server")
 _UP = "see that the judge at judge.url is up and can be reached from this machine"
-_TLS = "give judge.url https:// in place of http://: the server speaks TLS at this port"
-_NO_TLS = "give judge.url http:// in place of https://, or the port of https: the server speaks no TLS at this port"
-_UNKNOWN_AUTHORITY = (
-    "write the certificate of the authority that signed it (of a self-signed one, itself) into a PEM file and start "
-    "the run with the environment variable SSL_CERT_FILE naming that file"
-)
-_CERTIFICATES = {
-    9: "correct the clock of this machine or of the server: the certificate is not valid yet",
-    10: "renew the certificate on the server, or correct the clock of this machine: the certificate has expired",
-    23: "renew the certificate on the server: it has been revoked",
-    62: "give judge.url the host name that its certificate is for",
-    64: "give judge.url the host name that its certificate is for, or one of its addresses",
-} | dict.fromkeys((2, 18, 19, 20, 21), _UNKNOWN_AUTHORITY)
-"""Fixes by OpenSSL's verify codes."""
-_NOT_TLS = (
-    "WRONG_VERSION_NUMBER",
-    "HTTP_REQUEST",
-    "RECORD_LAYER_FAILURE",
-    "PACKET_LENGTH_TOO_LONG",
-    "UNKNOWN_PROTOCOL",
+_TLS = (
+    "see that judge.url is right, https:// or http:// and the port, and that this machine trusts the server's "
+    "certificate: the environment variable SSL_CERT_FILE may name a PEM file with one more"
 )
 
 _FIXES = {
@@ -106,8 +88,6 @@ def refused(url: str, status: int | None, headers: Mapping[str, Any], text: str,
         fix = (
             f"set judge.url to the address that it redirects to: {short(str(headers.get('Location', 'it names none')))}"
         )
-    elif any(words in text for words in _PLAIN_TO_TLS):
-        fix = _TLS
     wait_s = read_retry_after(headers) or None
     message = f"{url} answered {status or 'an error'}{within}: {short(message_in(text)) or 'without a message'}"
     return JudgeError(message, status=status, retry=again, retry_after=wait_s, fix=fix)
@@ -127,51 +107,18 @@ def broken(url: str, error: BaseException, timeout: float | None) -> JudgeError:
 
     Args:
         url: of the request.
-        error: what the HTTP client raised.
+        error: what aiohttp raised.
         timeout: of the exchange, in seconds; None if only connecting was limited, to :data:`CONNECT_S`.
     """
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    if any(isinstance(one, TimeoutError) for one in chain):
+    import aiohttp
+
+    if isinstance(error, TimeoutError):
         if timeout is None:
             return JudgeTimeout(f"{url} could not be reached within {CONNECT_S:g} s")
         return JudgeTimeout(f"{url} did not answer within {timeout:g} s (judge.timeout)")
-    if any(type(one).__name__ in ("ClientPayloadError", "IncompleteReadError") for one in chain):
-        failure = JudgeError(f"{url}: the connection broke in the middle of the reply", fix=_UP)
-        failure.lost = True
-        return failure
-    # The root cause says most: openai wraps it in 'Connection error.', or even in a time-out.
-    root = chain[-1]
-    message = f"{url}: {type(root).__name__}: {short(str(root))}".rstrip(": ")
-    fix, again = _fix_of(url, root)
-    failure = JudgeError(message, retry=again, fix=fix)
-    failure.lost = again
+    # Of TLS only a connection that broke may be another at the next try.
+    tls = isinstance(error, aiohttp.ClientSSLError) and not isinstance(error.__cause__, ssl.SSLEOFError)
+    message = f"{url}: {type(error).__name__}: {short(str(error))}".rstrip(": ")
+    failure = JudgeError(message, retry=not tls, fix=_TLS if tls else _UP)
+    failure.lost = not tls
     return failure
-
-
-def _fix_of(url: str, error: BaseException) -> tuple[str, bool]:
-    """Returns the fix for a failed connection, and whether another try may succeed."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return _CERTIFICATES.get(
-            getattr(error, "verify_code", 0), "see that the certificate of the server is in order"
-        ), False
-    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        reason = str(error.reason)
-        if reason in _NOT_TLS:
-            return _NO_TLS, False
-        if "CERTIFICATE" in reason or "HANDSHAKE_FAILURE" in reason:
-            return (
-                "check what the server requires of clients: it may require a certificate, which a judge cannot send",
-                False,
-            )
-        return f"{_UP}, and which versions of TLS it speaks", True
-    if url.startswith("http://"):
-        # The server sent a TLS alert in place of an HTTP status line.
-        if "\x15\x03" in str(error) or "\\x15\\x03" in str(error):
-            return _TLS, False
-        if type(error).__name__ in ("ServerDisconnectedError", "RemoteProtocolError"):
-            return f"{_UP}; if it speaks TLS, give judge.url https:// in place of http://", True
-    elif isinstance(error, ConnectionResetError):
-        return f"{_UP}; if it is, check what its TLS requires of clients: a version, or a certificate", True
-    return _UP, True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import ssl
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
@@ -71,7 +70,7 @@ def test_it_is_answered(server: FaultServer) -> None:
         ("nan", "has 0 lines", False),
         ("prose", "not one: 'I like this response a lot.'", False),
         ("half_json", "sent broken JSON, JSONDecodeError: ", True),
-        ("reset", "/v1/chat/completions: the connection broke in the middle of the reply", True),
+        ("reset", "/v1/chat/completions: ClientPayloadError: ", True),
     ],
 )
 def test_answers_without_a_score(server: FaultServer, mode: str, message: str, again: bool) -> None:
@@ -183,7 +182,7 @@ def test_who_gives_up_hangs_up(server: FaultServer) -> None:
 def test_a_server_that_is_not_there() -> None:
     async def body() -> None:
         judge = Judge("http://127.0.0.1:9")
-        with pytest.raises(JudgeError, match=r"127\.0\.0\.1:9.*ConnectionRefusedError") as error:
+        with pytest.raises(JudgeError, match=r"ClientConnectorError: Cannot connect to host 127\.0\.0\.1:9") as error:
             await judge.compute_score("d", RIGHT, "7")
         assert error.value.retry
         assert "judge.url" in error.value.fix
@@ -230,12 +229,3 @@ def test_an_endless_error_is_cut() -> None:
         assert len(str(errors.refused("http://h", 500, {}, text))) < 300
 
     asyncio.run(body())
-
-
-def test_a_certificate_that_does_not_fit_is_not_tried_again() -> None:
-    wrapped = OSError("cannot connect")
-    wrapped.__cause__ = ssl.SSLCertVerificationError("Hostname mismatch")
-    error = errors.broken("https://h", wrapped, 1.0)
-    assert "Hostname mismatch" in str(error)
-    assert not error.retry
-    assert "certificate" in error.fix
