@@ -41,10 +41,12 @@ from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.trace import workload
 from dataflow.policy import preset
 from dataflow.reward_agent import Limits, RewardAgent
-from dataflow.rewards.judge.server import JudgeProcess, serve, start_judge, start_server
+from dataflow.rewards.judge.server import JudgeProcess, serve, start_judge
 from dataflow.rewards.models.router_keeper import RouterKeeper
 from dataflow.rewards.models.served import ServedReward
+from dataflow.system.address import listening
 from dataflow.system.children import command
+from dataflow.system.loopback import ADDRESS
 
 DELAYS_S = (0.1, 0.15, 0.25, 0.5)
 SLOTS = 16
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--serve", type=float, nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.serve is not None:
-        uvloop.run(serve(application(*given.serve), 0))
+        serve(application(*given.serve), listening(ADDRESS))
         return 0
     found: dict[str, dict[str, Any]] = {}
     if "cost" in given.what:
@@ -141,7 +143,7 @@ def servers(each: Sequence[Sequence[float]]) -> Iterator[list[str]]:
         urls = []
         for times in each:
             arguments = [sys.executable, str(Path(__file__).resolve()), "--serve", *map(repr, times)]
-            urls.append(stack.enter_context(start_server(arguments, START_S, what="a server")).url)
+            urls.append(stack.enter_context(JudgeProcess(arguments, START_S, what="a server")).url)
         yield urls
 
 
@@ -259,7 +261,7 @@ def engine(rounds: int, requests: int) -> dict[str, Any]:
             name = "dataflow.rewards.models.hf.server"
             options = ["--model", model, "--served-model-name", "rm", "--kind", "classify", "--port", "0"]
             arguments = command(name, *options, "--max-num-seqs", str(most))
-            with start_server(arguments, START_S, what="the transformers server") as server:
+            with JudgeProcess(arguments, START_S, what="the transformers server") as server:
                 rates[most] = max(rate(server, batch) for _ in range(rounds))
     gain = rates[32] / rates[1]
     return {

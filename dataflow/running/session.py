@@ -237,12 +237,12 @@ class Session:
         """Runs a stand-in for each judge that has no address; its agent finds the address in its section."""
         with contextlib.ExitStack() as stack:
             for name, judge in self._prepared.stand_ins.items():
-                from dataflow.rewards.judge.keeper import JudgeKeeper
+                from dataflow.rewards.judge.server import start_judge
 
                 # Its agent is beside it, unless the configuration gives it other nodes.
                 address = own_address() if name in self.config.ray.nodes else ADDRESS
-                keeper = JudgeKeeper(judge.latency, judge.time_scale, self.config.seed, self._lose, address)
-                judge.url = stack.enter_context(keeper).url
+                server = start_judge(judge.latency, judge.time_scale, self.config.seed, address)
+                judge.url = stack.enter_context(server).url
             yield
 
     @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""A light selection of benchmarks/kills.py: a process of a real run is killed, and the run says what died.
-
-A judge that is killed and started anew is in tests/rewards/judge/test_keeper.py.
-"""
+"""A light selection of benchmarks/kills.py: a process of a real run is killed, and the run says what died."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def fake_command(port: int, *more: str) -> list[str]:
     return [sys.executable, "-P", str(Path(__file__).resolve()), "--port", str(port), *more]
 
 
-async def main() -> int:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default=ADDRESS)
@@ -56,9 +56,9 @@ async def main() -> int:
     bound = socket.socket(family_of(given.host))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind((given.host, given.port))
-    await serve(app, given.port, listener=bound.detach())
+    serve(app, bound)
     if given.stubborn:
-        await asyncio.Event().wait()
+        signal.pause()
     return 0
 
 
@@ -93,4 +93,4 @@ async def _score(request: web.Request) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
     python -m dataflow.rewards.models.http_router --models FILE --port 0
 
-prints ``{"port": N, ...}`` on one line when it is ready; it ends on SIGTERM and at the end of its standard input. FILE
+prints ``{"url": ...}`` on one line when it is ready; it ends on SIGTERM and at the end of its standard input. FILE
 holds ``{NAME: {"url": [...], "slots": 64, "routing": "least", "timeout": 60}}``. A request of any path goes to a server
 of the model that its body names (``model``); with one model the body need not name it. Replies of up to 1 MiB are
 passed on whole, others as they arrive, so they may be streams. A call that fails before the first byte of its reply is
@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -32,8 +33,9 @@ from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.limits.router import Probing, Router, is_doubtful
 from dataflow.rewards.retry import is_overload
 from dataflow.system import clock
-from dataflow.system.address import without_login
+from dataflow.system.address import listening, without_login
 from dataflow.system.http import short
+from dataflow.system.loopback import ADDRESS
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -347,11 +349,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--listener", type=int, help="descriptor of a listening socket, in place of --port")
     given: Any = parser.parse_args(arguments)
-    import uvloop
-
     try:
         app = HttpRouter(read_models(given.models)).application()
-        uvloop.run(serve(app, given.port, listener=given.listener, handler_cancellation=True))
+        bound = listening(ADDRESS, given.port) if given.listener is None else socket.socket(fileno=given.listener)
+        serve(app, bound, handler_cancellation=True)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2

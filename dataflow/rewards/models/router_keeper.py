@@ -5,22 +5,39 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from loguru import logger
 
 from dataflow.errors import RunError
-from dataflow.rewards.judge.server import BACKLOG, JudgeProcess, start_server
-from dataflow.system.address import host_port, listening
+from dataflow.rewards.judge.server import BACKLOG, JudgeProcess
+from dataflow.system.address import host_and_port, host_port, listening
 from dataflow.system.children import command
-from dataflow.system.health import HANG_S
+from dataflow.system.health import HANG_S, answers, hangs
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
 
 RESTARTS = 3
 _START_S = 30.0
+
+
+class _Router(JudgeProcess):
+    """The process, which :meth:`wait` ends if it answers no more; ``hung`` says whether it did."""
+
+    def __init__(self, arguments: Sequence[str], listener: int, hang_s: float) -> None:
+        super().__init__(arguments, _START_S, (listener,), "the router of the reward models")
+        self.hung, self._hang_s = False, hang_s
+
+    def wait(self) -> None:
+        address, port = host_and_port(urlsplit(self.url).netloc)
+        self.hung = hangs(self.pid, partial(answers, port, self._hang_s, well=False, address=address), self._hang_s)
+        if self.hung:
+            self._process.kill()
+        super().wait()
 
 
 class RouterKeeper:
@@ -75,13 +92,13 @@ class RouterKeeper:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _start(self) -> JudgeProcess:
+    def _start(self) -> _Router:
         listener = self._listener.fileno()
         options = ["--models", str(self._file), "--listener", str(listener)]
         arguments = command("dataflow.rewards.models.http_router", *options)
-        return start_server(arguments, _START_S, (listener,), "the router of the reward models", self._hang_s)
+        return _Router(arguments, listener, self._hang_s)
 
-    def _on_death(self, process: JudgeProcess) -> None:
+    def _on_death(self, process: _Router) -> None:
         self.deaths += 1
         why = f"hung: no answer within {self._hang_s:g} s" if process.hung else "killed, or out of memory"
         what = f"the router of the reward models died ({why})"

@@ -2,7 +2,7 @@
 
     python tests/faults/rig/server.py --port 0
 
-prints ``{"port": N, "url": ...}`` when it is ready, grades as :mod:`dataflow.rewards.judge.server` does, and ends with
+prints ``{"url": ...}`` when it is ready, grades as :mod:`dataflow.rewards.judge.server` does, and ends with
 its standard input. What it does wrong is switched by ``POST /behave``; ``GET /seen`` says what came.
 """
 
@@ -23,7 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dataflow.rewards.judge.server import JudgeProcess, completion, grade, serve, start_server
+from dataflow.rewards.judge.server import JudgeProcess, completion, grade, serve
+from dataflow.system.address import listening
+from dataflow.system.loopback import ADDRESS
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -233,7 +235,7 @@ ANSWERS: dict[str, Callable[[web.Request, dict[str, Any], str], Awaitable[web.St
 }
 
 
-async def main(port: int) -> None:
+def main(port: int) -> None:
     """Serves until standard input ends."""
     from aiohttp import web
 
@@ -243,7 +245,7 @@ async def main(port: int) -> None:
     app.router.add_post("/behave", judge.behave)
     app.router.add_get("/seen", judge.seen)
     # Who hangs up is no longer in flight.
-    await serve(app, port, handler_cancellation=True)
+    serve(app, listening(ADDRESS, port), handler_cancellation=True)
 
 
 class FaultServer:
@@ -258,7 +260,7 @@ class FaultServer:
         self.url = self._process.url
 
     def _start(self, port: int) -> JudgeProcess:
-        return start_server([sys.executable, str(Path(__file__).resolve()), "--port", str(port)], WAIT_S)
+        return JudgeProcess([sys.executable, str(Path(__file__).resolve()), "--port", str(port)], WAIT_S)
 
     @property
     def pid(self) -> int:
@@ -319,4 +321,4 @@ class FaultServer:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    asyncio.run(main(parser.parse_args().port))
+    main(parser.parse_args().port)

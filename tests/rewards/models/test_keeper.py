@@ -103,7 +103,7 @@ def test_servers_have_addresses_and_logs_of_their_own(pair: ModelServers, logs: 
     assert len(set(pair.urls)) == 2
     assert all(healthy(url) for url in pair.urls)
     assert sorted(log.name for log in logs.iterdir()) == ["rm-0.log", "rm-1.log"]
-    assert all('"port"' in log.read_text() for log in logs.iterdir())
+    assert all('"url"' in log.read_text() for log in logs.iterdir())
 
 
 @pytest.mark.parametrize("what", ["server", "guard"])

@@ -2,7 +2,7 @@
 
     python -m dataflow.rewards.models.hf.server --model DIR --kind classify --port 8000
 
-prints ``{"port": N, ...}`` on one line when it is ready. It ends on SIGTERM and at the end of its standard input.
+prints ``{"url": ...}`` on one line when it is ready. It ends on SIGTERM and at the end of its standard input.
 Requests that arrive while it computes are the next batch. Requests that arrive while it sleeps wait until it is woken,
 as vLLM's do: an error would use up tries of a client that only has to wait.
 """
@@ -258,8 +258,6 @@ def _template(path: str | None) -> str | None:
 
 def _run(given: Any) -> None:
     """Loads the model and serves it until the server is ended."""
-    import uvloop
-
     with _bound(given.host, given.port) as bound:
         path, template = Path(given.model).expanduser(), _template(given.chat_template)
         check_classifier(path, given.kind, "hf")
@@ -270,7 +268,7 @@ def _run(given: Any) -> None:
         app = HfServer(model, given.served_model_name or given.model, batcher, template).application()
         try:
             # A request whose client has left is not computed.
-            uvloop.run(serve(app, given.port, listener=bound.detach(), handler_cancellation=True))
+            serve(app, bound, handler_cancellation=True)
         except OSError as error:
             raise _unusable(given.host, given.port, error) from error
 

@@ -18,7 +18,7 @@ import aiohttp
 import psutil
 import pytest
 
-from dataflow.rewards.judge.server import JudgeProcess, start_server
+from dataflow.rewards.judge.server import JudgeProcess
 from dataflow.rewards.models.hf import server as hf_server
 from dataflow.system.children import command
 
@@ -70,7 +70,7 @@ def models(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 @pytest.fixture(scope="module")
 def server(models: dict[str, Path]) -> Iterator[JudgeProcess]:
     options = ["--served-model-name", "rm", "--max-num-seqs", "16", "--threads", "1"]
-    with start_server(command(MODULE, "--model", str(models["sequence"]), *options), 120.0) as running:
+    with JudgeProcess(command(MODULE, "--model", str(models["sequence"]), *options), 120.0) as running:
         yield running
 
 
@@ -221,7 +221,7 @@ def test_it_sleeps_frees_its_memory_and_wakes(models: dict[str, Path]) -> None:
         names = await get(session, "/v1/models")
         assert names["data"][0]["id"] == str(models["wide"])
 
-    with start_server(command(MODULE, "--model", str(models["wide"]), "--threads", "1"), 120.0) as running:
+    with JudgeProcess(command(MODULE, "--model", str(models["wide"]), "--threads", "1"), 120.0) as running:
         process = psutil.Process(running.pid)
         run(lambda session: body(session, process), running.url)
         process.send_signal(signal.SIGTERM)
