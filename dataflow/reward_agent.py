@@ -10,27 +10,24 @@ and delays nothing else. ``dataflow/rewards/__init__.py`` shows the way of one r
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from loguru import logger
-
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, DataflowError, counted
+from dataflow.cluster.frozen import FrozenExit
+from dataflow.errors import ConfigError, DataflowError
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.groups import GroupCalls, close_reward, group_method, usage_of
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
-from dataflow.rewards.ledger.frozen_calls import FrozenCalls
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.limits.router import pooled, router_of
-from dataflow.rewards.metrics import Metrics, in_ray_worker
+from dataflow.rewards.metrics import Metrics
 from dataflow.rewards.naming import MAIN, metric
 from dataflow.rewards.records import latency_summary
 from dataflow.rewards.requests import (
@@ -56,8 +53,6 @@ from dataflow.system import clock
 from dataflow.usercode.calls import Calls
 from dataflow.usercode.failures import is_ours
 from dataflow.usercode.load import describe, name_of
-from dataflow.usercode.sentinel.leftovers import end_children
-from dataflow.usercode.sentinel.sentinel import Sentinel
 
 __all__ = ["BESIDE", "MAIN", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary",
            "load_reward", "metric"]  # fmt: skip
@@ -97,8 +92,7 @@ class RewardAgent:
             used.
         decode: converts the token ids of responses to texts, for samples without ``response_text``.
         metrics: receives the stats about once a second while they change (Ray's own metrics).
-        sentinel: ends this process when a call freezes it; such an agent also ends its child processes at close.
-        frozen: calls that froze an agent before; they fail without being made.
+        frozen_exit: ends this process, which is the agent's own, when a call freezes it.
         name: of the agent among several of a run; its messages and metrics have it.
 
     Raises:
@@ -121,8 +115,7 @@ class RewardAgent:
         scorer: str = "",
         decode: Decode | None = None,
         metrics: Metrics | None = None,
-        sentinel: Sentinel | None = None,
-        frozen: FrozenCalls | None = None,
+        frozen_exit: FrozenExit | None = None,
         name: str = MAIN,
     ) -> None:
         self.name, self._reward = name, compute_score
@@ -145,9 +138,9 @@ class RewardAgent:
         self._hedge_after = hedge_after
         self._decode, self._metrics = decode, metrics
         self._report_timer: asyncio.TimerHandle | None = None
-        self._sentinel, self._frozen = sentinel, frozen or FrozenCalls()
+        self._frozen_exit = frozen_exit
         counts = self.steps.counts
-        self._jobs = Jobs(compute_score, self.limits, ledger, share_equal, scorer, counts, self._frozen, sentinel)
+        self._jobs = Jobs(compute_score, self.limits, ledger, share_equal, scorer, counts)
         self._reported: dict[str, float] = {}
         # Bound to the event loop by the first submit.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -226,7 +219,7 @@ class RewardAgent:
             self._bind()
         batch = await self.steps.collect(step, k, order, last, groups)
         batch.meta["limits"] = self._scorer.limit_changes()
-        self._groups.log(step, batch)
+        self._groups.log(batch)
         if self.ledger is not None:
             self.ledger.collected(step, batch.ids)
         return batch
@@ -290,8 +283,8 @@ class RewardAgent:
             try:
                 await close_reward(self._reward)
             finally:
-                if self._sentinel is not None and self._loop is not None:
-                    await asyncio.to_thread(self._end_processes, self._sentinel)
+                if self._frozen_exit is not None and self._loop is not None:
+                    self._frozen_exit.close()
 
     def _bind(self) -> None:
         """Binds the agent to the running event loop.
@@ -311,15 +304,15 @@ class RewardAgent:
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Makes what runs on the agent's event loop."""
-        if self._sentinel is not None:
-            self._sentinel.start(loop)
+        if self._frozen_exit is not None:
+            self._frozen_exit.start()
         retry, on_bug = self.retry, self.steps.on_bug
-        calls = self._calls = Calls(self._on_abandoned, on_bug, self._sentinel)
+        calls = self._calls = Calls(self._on_abandoned, on_bug)
         limiter = self._limiter = Limiter(self.limits, self._start, on_bug)
         options = retry, self._hedge_after, self._on_outcome, self._router
         self._scorer = Scorer(self._function, calls, limiter, *options)
         post, log = self._post_process, getattr(self._reward, "log", None)
-        self._groups = GroupCalls(post, log, calls, limiter, retry.timeout_s, self._frozen, self.steps)
+        self._groups = GroupCalls(post, log, calls, limiter, retry.timeout_s, self.steps)
 
     def _admit_soon(self, state: StepRequests) -> None:
         """Schedules the admission of a step's next rows, unless enough of its jobs are queued."""
@@ -414,12 +407,3 @@ class RewardAgent:
             self._metrics.report(self.stats())
         except Exception as error:
             self.steps.on_bug(error)
-
-    def _end_processes(self, sentinel: Sentinel) -> None:
-        """Ends the sentinel, and processes that calls have started and that still run."""
-        sentinel.close()
-        if (since_s := self._calls.since_s(all_of_them=in_ray_worker())) is None:
-            return
-        if killed := end_children(since_s, but=[each.pid or 0 for each in multiprocessing.active_children()]):
-            name, left = name_of(self._function), counted(len(killed), "process")
-            logger.warning("reward agent: '{}' left {} behind; ended.", name, left)

@@ -91,13 +91,11 @@ FIRST = (
     "system/test_supervisor.py",
     "tests/test_cli.py",
     "faults/test_exceptions.py",
-    "sentinel/test_process.py",
     "servers/test_recovery.py",
     "servers/test_pool.py",
     "project/test_bad_input.py",
     "planning/test_planner.py",
     "models/test_probe.py",
-    "sentinel/test_leftovers.py",
     "running/test_several_agents.py",
 )
 

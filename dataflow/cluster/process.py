@@ -6,7 +6,7 @@ import gc
 import sys
 
 DEATH_REASON = "DATAFLOW_DEATH_REASON"
-"""The environment variable that names the file for the reason why a process ends a service's process."""
+"""The environment variable that names the file for the reason why a service's process has frozen and was ended."""
 
 NODE_ADDRESS = "DATAFLOW_NODE_ADDRESS"
 """The environment variable with the address of the node that a service's process is on."""

@@ -101,7 +101,7 @@ class RewardConfig(Section):
     model_tokenizer: Text | None = None
     """Path of a tokenizer, passed to a reward function as reward_model_tokenizer if it has that parameter."""
     frozen_after: NonNegativeFloat | None = None
-    """Seconds that a call may block the agent's process; null for timeout, 0 for no limit."""
+    """Seconds that a call may block the agent's process (ray); null for timeout, but at least 10; 0 for no limit."""
     restarts: NonNegativeInt = 3
     """How often the agent's process may be restarted after it died."""
 

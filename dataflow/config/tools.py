@@ -25,7 +25,7 @@ class ToolsConfig(Section):
     timeout: PositiveFloat = 10.0
     """Seconds that a call may take; after that the model gets an error message."""
     frozen_after: NonNegativeFloat | None = None
-    """Seconds that a call may keep Python's lock; null for timeout, but at least 60; 0 for no limit."""
+    """Seconds that a call may block its process (ray); null for timeout, but at least 60; 0 for no limit."""
     max_tool_response_length: PositiveInt = 4096
     """Characters of a tool's answer that the model reads; a longer one is cut, with a note that says so."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"

@@ -12,17 +12,14 @@ from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
-from dataflow.rewards.ledger.frozen_calls import FrozenCall, FrozenCalls
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter
-from dataflow.rewards.requests import GroupJob, Step, StepRequests
+from dataflow.rewards.requests import GroupJob, StepRequests
 from dataflow.rewards.steps import Steps
 from dataflow.rewards.user.results import read_scores, read_usage
-from dataflow.system import clock
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import is_awaitable, is_coroutine, own_copy
 from dataflow.usercode.failures import Contained, Unreadable, UserExit, attempt, readable
 from dataflow.usercode.load import describe, name_of, raised, why_unreadable
-from dataflow.usercode.sentinel.sentinel import Kind
 
 _CLOSE_S = 10.0  # time limit of close
 _LOGS = 8  # concurrent calls of the user's log
@@ -58,7 +55,6 @@ class GroupCalls:
         calls: runs both.
         limiter: grants the slots of ``post_process``; its ``start`` callback must call :meth:`start`.
         timeout_s: of a call of ``post_process``; None for no limit.
-        frozen: calls that must not be made again.
         steps: gets the finished groups, and the failures of ``post_process``.
     """
 
@@ -69,10 +65,8 @@ class GroupCalls:
         calls: Calls,
         limiter: Limiter,
         timeout_s: float | None,
-        frozen: FrozenCalls,
         steps: Steps,
     ) -> None:
-        self._frozen = frozen
         self._post_process = post_process
         self._log = log
         self._log_failed = False
@@ -94,12 +88,7 @@ class GroupCalls:
     def start(self, job: GroupJob, queue: EndpointQueue) -> None:
         """Starts the call for a group whose slot is taken."""
         assert self._post_process is not None
-        sentinel = self._calls.sentinel
         state, group = job.step, job.group
-        if message := self._frozen.group(state.key, group):
-            self._limiter.release(queue, clock.now())
-            self._steps.fail(state, f"group {group} of step {state.key}: {message}", FrozenCall(message))
-            return
         kept = [request for request in state.groups[group] if request.kept]
         given: list[Any] = [[request.score for request in kept]]
         if self._post_process.takes_samples:
@@ -110,7 +99,6 @@ class GroupCalls:
             on_done=partial(self._on_post_processed, job),
             on_freed=lambda call: self._limiter.release(queue, call.begin),
             timeout_s=self._timeout_s,
-            mark=None if sentinel is None else sentinel.mark(Kind.POST_PROCESS, state.key, group),
         )
 
     def _on_post_processed(self, job: GroupJob, call: Call) -> None:
@@ -132,14 +120,10 @@ class GroupCalls:
             request.score = score
         self._steps.arrive(state, group)
 
-    def log(self, step: Step, rewards: Batch) -> None:
+    def log(self, rewards: Batch) -> None:
         """Calls the user's ``log`` with collected rewards; its first error is logged, and none ends the run."""
         if self._log is None:
             return
-        if self._frozen.log:
-            self._warn(f"is left out: {self._frozen.log.rstrip('.')}")
-            return
-        sentinel = self._calls.sentinel
         if self._logging >= _LOGS:
             self._warn(f"has not returned from {_LOGS} calls, so that it is left out of further ones")
             return
@@ -155,7 +139,6 @@ class GroupCalls:
                 "group_uids": rewards.groups.tolist(),
             },
             on_done=self._on_logged,
-            mark=None if sentinel is None else sentinel.mark(Kind.LOG, step, int(rewards.ids[0])),
             # Without a time-out: it delays nothing, and an abandoned call would count as one of the scoring function.
             on_freed=self._on_log_freed,
         )

@@ -19,7 +19,6 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.rewards.decode import Decode
-from dataflow.rewards.ledger.frozen_calls import FrozenCall, FrozenCalls
 from dataflow.rewards.ledger.ledger import Answer, Ledger, key_of
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.router import router_of
@@ -30,7 +29,6 @@ from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import attempt
 from dataflow.usercode.load import name_of, raised, why_unreadable
-from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
 _ADMITTED = 64  # rows admitted before the event loop runs something else
 _AHEAD = 4 * _ADMITTED  # queued jobs of a step from which on no further rows are admitted
@@ -49,8 +47,6 @@ class Jobs:
         share_equal: whether equal requests in flight share a job.
         scorer: identifies how samples are scored, as a part of their keys.
         counts: of the agent; ``cached``, ``shared`` and ``tokens`` are counted here.
-        frozen: samples that must not be scored again.
-        sentinel: watches the calls of user code.
     """
 
     def __init__(
@@ -61,11 +57,7 @@ class Jobs:
         share_equal: bool,
         scorer: str,
         counts: Counter[str],
-        frozen: FrozenCalls,
-        sentinel: Sentinel | None,
     ) -> None:
-        self._frozen = frozen
-        self._sentinel = sentinel
         self._router = router_of(reward)
         named = limits.endpoints and self._router is None
         self._endpoint = getattr(reward, "endpoint", None) if named else None
@@ -112,9 +104,6 @@ class Jobs:
                 request.begin = request.end = clock.now()
                 # Samples with the same key have the same answer, each with columns of its own.
                 yield request, Scored(answer.score, own_copy(answer.extras), "ledger")
-            elif message := self._frozen.sample(state.key, request.group, request.sample, keywords[1]):
-                request.begin = request.end = clock.now()
-                yield request, Failed(message, FrozenCall(message))
             elif (job := self._job(state, request, rows.begin, *keywords)) is not None:
                 yield request, job
 
@@ -149,12 +138,7 @@ class Jobs:
             return job
         job = ScoringJob(arguments, key, self._priority(state), [request])
         if self._endpoint is not None or self._tokens is not None:
-            if self._sentinel is None:
-                self._measure(job)
-            else:
-                mark = self._sentinel.mark(Kind.SCORE, state.key, request.group, request.sample, key)
-                with self._sentinel.inside(mark):
-                    self._measure(job)
+            self._measure(job)
         if self._router is not None:
             job.prefers = self._router.prefers(job.arguments)
         if shared is not None:

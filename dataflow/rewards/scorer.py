@@ -27,7 +27,6 @@ from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import attempt, attribute_of, is_ours, parts_of
 from dataflow.usercode.load import describe, fix_of, is_async, name_of, what_happened, why_unreadable
-from dataflow.usercode.sentinel.sentinel import Kind
 
 
 class BadScore(ValueError):
@@ -115,7 +114,6 @@ class Scorer:
             on_freed=partial(self._on_freed, job, queue),
             timeout_s=timeout_s,
             awaits=self._is_async,
-            mark=self._mark(job),
             endpoint=queue.name,
         )
         job.live[call] = hedge
@@ -220,7 +218,7 @@ class Scorer:
             return
         again, own = False, None
         if attribute_of(error, "fatal") is not True:
-            again, own = attempt(self._is_worth_retrying, job, error)
+            again, own = attempt(lambda: bool(self._retry.again(error)))
         if own is not None:
             self._give_up(job, own, f"the predicate for retries raised {describe(own)}")
             return
@@ -268,20 +266,6 @@ class Scorer:
         self._watch_deadline(job)
         if self._router is not None:
             self._limiter.push(job)
-
-    def _mark(self, job: ScoringJob) -> bytes | None:
-        sentinel = self._calls.sentinel
-        if sentinel is None:
-            return None
-        request = job.requests[0]
-        return sentinel.mark(Kind.SCORE, request.step.key, request.group, request.sample, job.key)
-
-    def _is_worth_retrying(self, job: ScoringJob, error: BaseException) -> bool:
-        mark = self._mark(job) if job.requests else None
-        if mark is None or self._calls.sentinel is None:
-            return bool(self._retry.again(error))
-        with self._calls.sentinel.inside(mark):
-            return bool(self._retry.again(error))
 
     def _queue_again(self, job: ScoringJob) -> None:
         self._watch_deadline(job)

@@ -61,16 +61,11 @@ def report(**facts: Any) -> None:
             run takes to save a checkpoint; ``ray``: "started" or "closing"; ``daemon``: name and id of a process of
             Ray that has been started; ``logs``: directory of Ray's logs;
             ``temporary``: a file or directory to remove if this process dies (may be sent repeatedly); ``done``: the
-            exit code, sent last; ``killed``: why another process (the sentinel) is about to kill this one.
+            exit code, sent last.
     """
     if _channel is not None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor was killed, so SIGTERM follows
             os.write(_channel, (json.dumps(facts) + "\n").encode())
-
-
-def channel() -> int | None:
-    """Returns the file descriptor of :func:`report`, for processes that report for this one; None if there is none."""
-    return _channel
 
 
 def can_supervise() -> bool:
@@ -347,8 +342,7 @@ class Supervisor:
         if code is not None:
             return int(code)
         if self._stopped is not None:
-            reasons = [text for text in (self._facts.get("killed"), ended) if text]
-            code, text = 128 + self._stopped, f"\ninterrupted{': ' if reasons else ''}{'; '.join(reasons)}"
+            code, text = 128 + self._stopped, f"\ninterrupted{': ' if ended else ''}{ended}"
         else:
             code, text = 1, f"RunError: {self._what_died()}; {f'it {ended}' if ended else 'run it again'}."
         with contextlib.suppress(OSError):  # the terminal is closed
@@ -360,8 +354,6 @@ class Supervisor:
         logs = f" (Ray's logs are in {self._facts['logs']})" if "logs" in self._facts else ""
         assert self._status is not None
         killed = os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == signal.SIGKILL and not self._cut
-        if killed and "killed" in self._facts:
-            return str(self._facts["killed"])
         # If the child was killed, Ray died because of that.
         if self._lost and not killed:
             return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot continue{logs}"

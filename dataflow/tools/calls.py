@@ -11,21 +11,19 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from loguru import logger
 
+from dataflow.cluster.frozen import FrozenExit
 from dataflow.errors import DataError, an
 from dataflow.tools.formats import ToolCall
 from dataflow.tools.registry import Tool
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import TimedOut, message_of
-from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
 T = TypeVar("T")
 LONGEST = 4096
 """Default of ``tools.max_tool_response_length``."""
-Place: TypeAlias = tuple[int | str, int, int]
-"""The sample that a call is made for: step, group, index in the group."""
-Run: TypeAlias = Callable[[Any, Mapping[str, Any], Place | None], Awaitable[Any]]
-"""Calls a function with keywords, for a sample, under the time-out: :meth:`ToolCaller.run`."""
+Run: TypeAlias = Callable[[Any, Mapping[str, Any]], Awaitable[Any]]
+"""Calls a function with keywords under the time-out: :meth:`ToolCaller.run`."""
 
 
 class Answer(NamedTuple):
@@ -41,7 +39,7 @@ class ToolCaller:
     Args:
         tools: by name.
         timeout_s: seconds that a call may take; None for no limit.
-        sentinel: ends this process when a call freezes it; None lets it hang.
+        frozen_exit: ends this process when a call freezes it; None lets it hang.
         longest: characters of an answer.
         side: of a longer answer that is cut: left, middle or right.
     """
@@ -50,7 +48,7 @@ class ToolCaller:
         self,
         tools: Mapping[str, Tool],
         timeout_s: float | None,
-        sentinel: Sentinel | None = None,
+        frozen_exit: FrozenExit | None = None,
         longest: int = LONGEST,
         side: str = "middle",
     ) -> None:
@@ -59,14 +57,14 @@ class ToolCaller:
         self._thread = ThreadPoolExecutor(1, "dataflow-tools")
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._sentinel = sentinel
-        if sentinel is not None:
-            sentinel.start(self._loop)
-        self._calls = Calls(self._on_abandoned, self._on_bug, sentinel)
+        self._frozen_exit = frozen_exit
+        if frozen_exit is not None:
+            frozen_exit.start()
+        self._calls = Calls(self._on_abandoned, self._on_bug)
 
-    def state(self, extra_info: Any, place: Place | None = None) -> ToolState:
+    def state(self, extra_info: Any) -> ToolState:
         """Returns the state of the tools in a conversation, from its row's ``extra_info``."""
-        return ToolState(own_copy(tools_kwargs(extra_info)), place)  # the samples of a group share one row
+        return ToolState(own_copy(tools_kwargs(extra_info)))  # the samples of a group share one row
 
     async def answer(self, call: ToolCall, state: ToolState) -> Answer:
         """Calls a tool and returns the text for the model; a failure of the call is such a text, too.
@@ -106,8 +104,8 @@ class ToolCaller:
         """Calls a function in the thread of the tokenizer, which keeps a long text off the event loop."""
         return await self._loop.run_in_executor(self._thread, function, *arguments)
 
-    async def run(self, function: Any, keywords: Mapping[str, Any], place: Place | None = None) -> Any:
-        """Calls user code for the sample at ``place``.
+    async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
+        """Calls user code.
 
         Raises:
             TimedOut: it took too long.
@@ -119,10 +117,7 @@ class ToolCaller:
             if not finished.done():
                 finished.set_result(call)
 
-        mark = None if self._sentinel is None or place is None else self._sentinel.mark(Kind.TOOL, *place)
-        call = self._calls.start(
-            function, keywords, on_done=on_done, on_freed=_nothing, timeout_s=self._timeout_s, mark=mark
-        )
+        call = self._calls.start(function, keywords, on_done=on_done, on_freed=_nothing, timeout_s=self._timeout_s)
         try:
             await finished
         except asyncio.CancelledError:
@@ -139,8 +134,8 @@ class ToolCaller:
         """Cancels all calls; threads cannot be stopped and end by themselves."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self._calls.close()
-        if self._sentinel is not None:
-            await asyncio.to_thread(self._sentinel.close)
+        if self._frozen_exit is not None:
+            self._frozen_exit.close()
 
     def _on_abandoned(self, count: int) -> None:
         logger.warning(f"{count} abandoned tool calls are still running; nothing can stop them.")
@@ -154,12 +149,10 @@ class ToolState:
 
     Args:
         kwargs: keywords of each tool, by its name.
-        place: the sample of the conversation, which messages name; None if it is not known.
     """
 
-    def __init__(self, kwargs: Mapping[str, Mapping[str, Any]], place: Place | None = None) -> None:
+    def __init__(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         self._kwargs = kwargs
-        self._place = place
         self._instances: dict[str, asyncio.Future[Any]] = {}
 
     async def call(self, tool: Tool, arguments: Mapping[str, Any], run: Run) -> Any:
@@ -167,16 +160,16 @@ class ToolState:
         # A format may return one object for equal calls, and a function may change its arguments.
         own, arguments = own_copy(self._kwargs.get(tool.name, {})), own_copy(dict(arguments))
         if not tool.is_class:
-            return await run(tool.target, {**arguments, **own}, self._place)
+            return await run(tool.target, {**arguments, **own})
         if tool.name not in self._instances:
             # Two calls of one turn run concurrently and must get the same instance.
-            self._instances[tool.name] = asyncio.ensure_future(run(tool.target, own, self._place))
+            self._instances[tool.name] = asyncio.ensure_future(run(tool.target, own))
         try:
             instance = await asyncio.shield(self._instances[tool.name])
         except Exception:
             self._instances.pop(tool.name, None)  # the next call tries again
             raise
-        return await run(instance, arguments, self._place)
+        return await run(instance, arguments)
 
     async def close(self, run: Run) -> int:
         """Closes the instances; returns how many failed to close."""
@@ -190,7 +183,7 @@ class ToolState:
             close = getattr(instance.result(), "close", None)
             if callable(close):
                 try:
-                    await run(close, {}, self._place)
+                    await run(close, {})
                 except (TimedOut, _Failed) as error:
                     failed += 1
                     logger.warning(f"A tool's close failed: {error}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.cluster.process import DEATH_REASON
+from dataflow.cluster.frozen import FrozenExit, frozen_exit
 from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
 from dataflow.models.chat import without
@@ -23,7 +22,6 @@ from dataflow.tools.formats import Format, Framing, ToolCall
 from dataflow.tools.readers import AUTO, Answers, Reader, TextReader, find_format, find_reader
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
 from dataflow.usercode.load import load_file
-from dataflow.usercode.sentinel.sentinel import TOOLS, Sentinel
 
 # Texts that no template changes, so that they can be found in its output.
 _TEXT, _ANSWER = "dataflow-said", "dataflow-answer"
@@ -41,8 +39,8 @@ class Toolbox:
         names: of the tools to offer; all marked ones of the file if empty.
         timeout: seconds that a call may take; None for no limit.
         format: how the model writes its calls.
-        frozen_after: seconds that a call may keep Python's lock, so that nothing else runs in the process; after that
-            the process is ended. None for ``timeout``, but at least :data:`FROZEN_S`; 0 for no limit.
+        frozen_after: seconds that a call may keep anything else from running in a service's process; after that the
+            process is ended. None for ``timeout``, but at least :data:`FROZEN_S`; 0 for no limit.
         options: of the chat template, such as ``{"enable_thinking": False}``.
         longest: characters of an answer.
         side: of a longer answer that is cut: left, middle or right.
@@ -243,15 +241,17 @@ class Toolbox:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[ToolCaller]:
         """Yields a caller of the tools; calls that still run at the end are cancelled."""
-        caller = ToolCaller(self.tools, self.timeout, self._sentinel(), self.longest, self.side)
+        caller = ToolCaller(self.tools, self.timeout, self._frozen_exit(), self.longest, self.side)
         try:
             yield caller
         finally:
             await caller.close()
 
-    def _sentinel(self) -> Sentinel | None:
+    def _frozen_exit(self) -> FrozenExit | None:
+        """Returns what ends the process of a frozen engine; None in the run's own process."""
         after_s = max(FROZEN_S, self.timeout or 0.0) if self.frozen_after is None else self.frozen_after
-        return Sentinel(after_s, None, False, TOOLS, os.environ.get(DEATH_REASON)) if after_s else None
+        fix = "call it in a process of its own, with a time-out (subprocess)"
+        return frozen_exit(after_s, "a tool", "tools.frozen_after", fix)
 
 
 def toolbox_of(config: Any) -> Toolbox:

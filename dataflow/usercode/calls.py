@@ -21,9 +21,8 @@ from dataflow.system import clock
 from dataflow.usercode.copies import is_awaitable, is_coroutine
 from dataflow.usercode.failures import TimedOut, is_interrupt, readable
 from dataflow.usercode.load import is_async
-from dataflow.usercode.loop import CallMarker, Lookout, call_endpoint, protect, user_code
+from dataflow.usercode.loop import Lookout, call_endpoint, protect, user_code
 from dataflow.usercode.threads import OnIdle, Threads
-from dataflow.usercode.watchdog import Watchdog
 
 REMIND_S = 600.0
 """Seconds after which a call without a time-out that is still running is logged; then twice as many, and so on."""
@@ -50,7 +49,6 @@ class Call:
         "_awaited",
         "_calls",
         "_clock",
-        "_mark",
         "_on_done",
         "_on_freed",
         "_task",
@@ -63,12 +61,9 @@ class Call:
         "seconds",
     )
 
-    def __init__(
-        self, calls: Calls, on_done: OnCall, on_freed: OnCall, mark: bytes | None = None, endpoint: str = ""
-    ) -> None:
+    def __init__(self, calls: Calls, on_done: OnCall, on_freed: OnCall, endpoint: str = "") -> None:
         self._calls = calls
         self.endpoint = endpoint
-        self._mark = mark
         self._on_done: OnCall | None = on_done
         self._on_freed: OnCall | None = on_freed
         self._awaited: Awaitable[Any] | None = None
@@ -161,16 +156,10 @@ class Call:
         self._awaited = awaitable
         # In a context of its own: the end of one call starts the next, which must not see its variables.
         # Not through the loop's task factory: _run() catches what must not escape from this task.
-        context, running = self._calls.context.copy(), self._run(awaitable)
+        context = self._calls.context.copy()
         if self.endpoint:
             context.run(call_endpoint.set, self.endpoint)
-        sentinel, mark = self._calls.sentinel, self._mark
-        if sentinel is not None and mark is not None:
-            marked: Any = sentinel.stepped(running, mark)
-            context.run(user_code.set, (sentinel, mark))
-        else:
-            marked = running
-        self._task = asyncio.Task(marked, loop=self._calls.loop, context=context)
+        self._task = asyncio.Task(self._run(awaitable), loop=self._calls.loop, context=context)
         self._task.add_done_callback(self._cancelled)
 
     async def _run(self, awaitable: Awaitable[Any]) -> None:
@@ -201,20 +190,12 @@ class Calls:
     Args:
         on_abandoned: called with the number of abandoned calls that still run, each time it increases.
         on_bug: called with an exception that a callback raised; otherwise its waiters would wait for ever.
-        sentinel: records the calls that are running.
     """
 
-    def __init__(
-        self,
-        on_abandoned: Callable[[int], None],
-        on_bug: Callable[[Exception], None],
-        sentinel: CallMarker | None = None,
-    ) -> None:
-        self.sentinel = sentinel
-        self._begin = time.perf_counter()
+    def __init__(self, on_abandoned: Callable[[int], None], on_bug: Callable[[Exception], None]) -> None:
         self.loop = asyncio.get_running_loop()
         self.context = contextvars.copy_context()
-        self.context.run(user_code.set, (None, b""))
+        self.context.run(user_code.set, True)
         protect(self.loop)
         self.on_abandoned = on_abandoned
         self._on_bug = on_bug
@@ -223,7 +204,6 @@ class Calls:
         self._threads = Threads()
         self._timeouts = Timeouts(self.loop)
         self._lookout = Lookout(self.loop)
-        self._watchdog = Watchdog(self.loop, self.live, within=Call._run.__code__)
         self._reminder: asyncio.TimerHandle | None = None
 
     def start(
@@ -235,7 +215,6 @@ class Calls:
         on_freed: OnCall,
         timeout_s: float | None = None,
         awaits: bool | None = None,
-        mark: bytes | None = None,
         endpoint: str = "",
     ) -> Call:
         """Calls ``function(**keywords)``; returns at once.
@@ -247,10 +226,9 @@ class Calls:
             on_freed: called when the call's slot is free.
             timeout_s: None for no time-out.
             awaits: whether the function is async; None looks.
-            mark: identifies the call to the sentinel.
             endpoint: of the call, which an async function may look up.
         """
-        call = Call(self, on_done, on_freed, mark, endpoint)
+        call = Call(self, on_done, on_freed, endpoint)
         self.live.add(call)
         if timeout_s is not None:
             self._timeouts.add(call, timeout_s)
@@ -258,7 +236,6 @@ class Calls:
             self._reminder = self.loop.call_later(REMIND_S, self._remind, REMIND_S)
         try:
             if is_async(function) if awaits is None else awaits:
-                self._watchdog.watch()
                 call._await(function(**keywords))
             else:
                 self._threads.run(lambda: self._in_thread(call, function, keywords))
@@ -296,15 +273,10 @@ class Calls:
 
     def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> OnIdle:
         result, error = None, None
-        sentinel, mark = self.sentinel, call._mark
-        if sentinel is not None and mark is not None:
-            sentinel.enter(mark)
         try:
             result = function(**keywords)
         except BaseException as raised:  # reported to the caller; the thread takes the next call
             error = raised
-        if sentinel is not None and mark is not None:
-            sentinel.leave()
         return partial(self._post, call, result, error)
 
     def _post(self, call: Call, result: Any, error: BaseException | None) -> None:
@@ -312,13 +284,6 @@ class Calls:
             self.loop.call_soon_threadsafe(call._thread_ended, result, error)
         except RuntimeError:  # the loop is closed, so there is no waiter
             _discard(result)
-
-    def since_s(self, *, all_of_them: bool) -> float | None:
-        """Returns the age of the oldest running call, or of this object; None if no call runs."""
-        now = time.perf_counter()
-        if all_of_them:
-            return now - self._begin
-        return max((now - call._clock for call in self.live), default=None)
 
     async def close(self, deadline_s: float = 2.0) -> None:
         """Cancels the running calls and waits for their tasks; threads end by themselves."""
@@ -333,7 +298,6 @@ class Calls:
         self._timeouts.close()
         if self._reminder is not None:
             self._reminder.cancel()
-        self._watchdog.close()
         self._threads.close()
         self._lookout.cancel()
 

@@ -219,8 +219,11 @@ def is_ours(error: BaseException) -> bool:
     return is_interrupt(error) or is_cancelled(error)
 
 
-class Delegating(Coroutine[Any, Any, Any]):
-    """A coroutine that passes each of its steps on to another."""
+class Contained(Coroutine[Any, Any, Any]):
+    """Wraps a coroutine of user code that runs as a task, where SystemExit would end the event loop.
+
+    SystemExit and KeyboardInterrupt become a :class:`UserExit`.
+    """
 
     __slots__ = ("_inner",)
 
@@ -228,37 +231,22 @@ class Delegating(Coroutine[Any, Any, Any]):
         self._inner = inner
 
     def send(self, value: Any) -> Any:
-        return self._inner.send(value)
+        try:
+            return self._inner.send(value)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise self._instead(error) from error
 
     def throw(self, *raised: Any) -> Any:
-        return self._inner.throw(*raised)
+        try:
+            return self._inner.throw(*raised)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise self._instead(error) from error
 
     def close(self) -> None:
         self._inner.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._inner.__await__()
-
-
-class Contained(Delegating):
-    """Wraps a coroutine of user code that runs as a task, where SystemExit would end the event loop.
-
-    SystemExit and KeyboardInterrupt become a :class:`UserExit`.
-    """
-
-    __slots__ = ()
-
-    def send(self, value: Any) -> Any:
-        try:
-            return super().send(value)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise self._instead(error) from error
-
-    def throw(self, *raised: Any) -> Any:
-        try:
-            return super().throw(*raised)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise self._instead(error) from error
 
     def _instead(self, error: BaseException) -> BaseException:
         if is_interrupt(error):

@@ -9,10 +9,9 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from dataflow.errors import ConfigError, nearest
@@ -29,7 +28,7 @@ _NAMED = 3  # exceptions of a group that a message names
 
 _CALLERS = ("reward_agent.py", "rewards", "usercode")
 # Paths of frames that are not the user's code.
-MACHINERY = (
+_MACHINERY = (
     "<frozen ",
     os.path.join(os.path.dirname(inspect.__file__), "asyncio"),
     *(os.path.join(os.path.dirname(os.path.dirname(__file__)), name) for name in _CALLERS),
@@ -135,15 +134,10 @@ def place_of(error: BaseException) -> str:
     """Returns file and line in the user's code that an exception was raised in; "" if unknown."""
     # Not extract_tb, which looks up the columns of each frame: many errors have a deep traceback.
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if not (file := frame.f_code.co_filename).startswith(MACHINERY):
+        if not (file := frame.f_code.co_filename).startswith(_MACHINERY):
             return f"{Path(file).name}:{line}"
     # An exception from another process has no frames, but the attribute _place.
     return str(attribute_of(error, "_place", ""))
-
-
-def user_frame(frames: Iterable[FrameType]) -> FrameType | None:
-    """Returns the first frame in the user's code."""
-    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(MACHINERY)), None)
 
 
 def raised(where: str, function: Any, error: BaseException) -> str:

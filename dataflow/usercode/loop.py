@@ -5,41 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Coroutine
-from contextlib import AbstractContextManager, suppress
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any
 
 from dataflow.usercode.failures import Contained
 
-
-class CallMarker(Protocol):
-    """Records which user code runs at the moment, such as the sentinel of a reward agent."""
-
-    def mark(self, kind: int, step: int | str, group: int, sample: int = -1, key: bytes | None = None) -> bytes:
-        """Returns the mark of a call: its kind and the sample, or the group if ``sample`` is -1, that it is for."""
-        ...
-
-    def inside(self, mark: bytes) -> AbstractContextManager[None]:
-        """Enters the call with this mark for the duration of a block."""
-        ...
-
-    def enter(self, mark: bytes, /) -> None:
-        """The current thread enters the call with this mark."""
-        ...
-
-    def leave(self) -> None:
-        """The current thread leaves its call."""
-        ...
-
-    def stepped(self, coroutine: Coroutine[Any, Any, Any], mark: bytes, /) -> Coroutine[Any, Any, Any]:
-        """Returns the coroutine, with each of its steps marked."""
-        ...
-
-
-user_code: contextvars.ContextVar[tuple[CallMarker | None, bytes] | None] = contextvars.ContextVar(
-    "dataflow_user_code", default=None
-)
-"""In the context of user code: what marks it, and its mark."""
+user_code: contextvars.ContextVar[bool] = contextvars.ContextVar("dataflow_user_code", default=False)
+"""Whether user code runs in this context."""
 
 
 call_endpoint: contextvars.ContextVar[str] = contextvars.ContextVar("dataflow_call_endpoint", default="")
@@ -61,7 +33,7 @@ class Lookout(asyncio.Task[None]):
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancels it, unless user code asks for that; returns whether it does."""
-        return user_code.get() is None and super().cancel(msg)
+        return not user_code.get() and super().cancel(msg)
 
 
 def protect(loop: asyncio.AbstractEventLoop) -> None:
@@ -75,7 +47,7 @@ def protect(loop: asyncio.AbstractEventLoop) -> None:
     stop = loop.stop
 
     def stop_unless_user_code_asks() -> None:
-        if user_code.get() is not None:
+        if user_code.get():
             raise RuntimeError("the event loop belongs to the run, so that user code may not stop it")
         stop()
 
@@ -86,9 +58,6 @@ def protect(loop: asyncio.AbstractEventLoop) -> None:
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
     """Task factory of the loop."""
     context = options.get("context")
-    call = user_code.get() if context is None else context.get(user_code)
-    wrapped = coroutine
-    if call is not None and inspect.iscoroutine(coroutine):
-        sentinel, mark = call
-        wrapped = Contained(coroutine) if sentinel is None else sentinel.stepped(Contained(coroutine), mark)
+    users = user_code.get() if context is None else context.get(user_code)
+    wrapped = Contained(coroutine) if users and inspect.iscoroutine(coroutine) else coroutine
     return asyncio.Task(wrapped, loop=loop, **options)

@@ -12,7 +12,6 @@ import re
 import shlex
 import sqlite3
 from collections.abc import Callable, Coroutine
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -292,13 +291,6 @@ async def metrics() -> dict[str, float]:
     masks = samples.select([0]).like(response_mask=torch.ones(2, 3, dtype=torch.int64))
     advantage(masks, none, algorithm=AlgorithmConfig(), task=task)
     return task.metrics
-
-
-def test_the_sentinel_of_an_agent_alone_is_one_argument() -> None:
-    (shown,) = re.findall(r"`(RewardAgent\(score, sentinel=.*?\))`", TEXT)
-    (module,) = re.findall(r"where `Sentinel` is in\n`([\w.]+)`", TEXT)
-    agent = eval(shown, {"RewardAgent": RewardAgent, "score": fragile, "Sentinel": import_module(module).Sentinel})
-    assert agent._sentinel.after_s == 120
 
 
 def test_metrics_are_named_as_they_are_logged() -> None:

@@ -60,11 +60,11 @@ class Service:
         return os.getcwd()
 
     def end(self, why: str) -> None:
-        """Ends its process the first time, as a sentinel would."""
+        """Ends its process the first time, as if it had frozen."""
         path = Path(os.environ[DEATH_REASON])
         if not path.with_suffix(".ended").exists():
             path.with_suffix(".ended").touch()
-            path.write_text(why)
+            path.write_text(f"{why}\nTimeout (0:00:02)!\n")
             os.kill(os.getpid(), signal.SIGKILL)
         path.with_suffix(".ended").unlink()
 

@@ -254,8 +254,8 @@ def test_a_reward_function_that_raises_ends_the_run_and_names_the_sample(
 def test_a_signal_stops_within_five_seconds_and_leaves_no_process(keys: tuple[str, ...], tmp_path: Path) -> None:
     without = [k for k in keys if not k.startswith(("custom_reward", "steps", "val.every"))]
     command = [sys.executable, "-m", "dataflow", "run", PIPELINE, *without, *SLOW, "name=cut", "executor=inline"]
-    # Inline there are the judge and the sentinel; tests/system/test_children.py interrupts a run on Ray.
-    interrupt(command, signal.SIGTERM, tmp_path / "runs" / "cut", children=2)
+    # Inline there is the judge; tests/system/test_children.py interrupts a run on Ray.
+    interrupt(command, signal.SIGTERM, tmp_path / "runs" / "cut", children=1)
 
 
 def test_a_run_that_is_killed_leaves_a_trace_up_to_its_end(

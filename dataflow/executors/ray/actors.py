@@ -74,6 +74,7 @@ class Actors:
         self._places: list[Place] = []
         self._reasons = tempfile.TemporaryDirectory(prefix="dataflow-")
         self._nonce = secrets.token_hex(8)
+        self.freezes = 0
         report(temporary=self._reasons.name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -177,7 +178,8 @@ class Actors:
     async def death_reason(self, error: BaseException | None = None) -> str:
         """Returns, once, why processes of the service ended; empty if no reason is known.
 
-        Either they were ended on purpose, and have written why to a file on their node; or their node is gone.
+        Either user code froze them (:mod:`dataflow.cluster.frozen`), and a file on their node has why; or their node is
+        gone.
 
         Args:
             error: of a call that failed when they ended.
@@ -185,7 +187,7 @@ class Actors:
         if unreachable(error):
             await self._death()
         files = sorted(Path(self._reasons.name).glob("*"))
-        reasons = [_taken(str(file)) for file in files]
+        reasons = [self._frozen(_taken(str(file))) for file in files]
         if self._cluster is None:
             return " ".join(reasons)
         import ray
@@ -199,8 +201,17 @@ class Actors:
                 with suppress(Exception):  # the node may be going; the death is reported without a reason
                     async with asyncio.timeout(_LAST_WORDS_S):
                         taken = ray.remote(num_cpus=0, max_retries=0, label_selector={NODE_ID: where.node})(_taken)
-                        reasons.append(await fetch(taken.remote(self._reason_of(rank))))
+                        reasons.append(self._frozen(await fetch(taken.remote(self._reason_of(rank)))))
         return " ".join(filter(None, reasons))
+
+    def _frozen(self, text: str) -> str:
+        """Returns why user code froze a process, and logs its stacks; "" if it ended in another way."""
+        why, _, stacks = text.partition("\n")
+        if not stacks:
+            return ""
+        self.freezes += 1
+        logger.error("'{}' froze; its threads were at:\n{}", self._spec.name, stacks.rstrip())
+        return why
 
     async def outcome(self, refs: Sequence[Any]) -> list[Any]:
         """Waits for a call of all ranks, or for the first failure.

@@ -28,6 +28,7 @@ from dataflow.executors.ray.running import Running
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 
 NAMED = 4  # tasks named in a warning; the others are counted
+_FREEZES = 3  # of a service that end the run: a call that froze it is made again, and freezes it again
 
 
 class WorkerGroup:
@@ -337,6 +338,8 @@ class WorkerGroup:
 
     def _count(self, error: Exception, reason: str) -> None:
         self.deaths += 1
+        if self.actors.freezes >= _FREEZES:
+            raise RunError(f"'{self.spec.name}' froze {self.actors.freezes} times; the last: {reason}") from error
         if self.deaths > self.spec.restarts and reason:
             raise RunError(
                 f"{self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; the last: {reason}"

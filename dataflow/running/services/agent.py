@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataflow.cluster.process import DEATH_REASON
+from dataflow.cluster.frozen import FrozenExit, frozen_exit
 from dataflow.errors import ConfigError
 from dataflow.files import sha256_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.ledger.file import check_file
-from dataflow.rewards.ledger.frozen_calls import FILE, FrozenCalls
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.models.served import ServedReward
-from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of, keyed
+from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.user.build import build_manager, check_manager, find_manager, limits_declared, scores_alone
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.system.secrets import keep_secrets, redact_logs
-from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
 
 if TYPE_CHECKING:
     from dataflow.config.reward import RewardConfig
@@ -39,6 +35,8 @@ _TEXTS = (".py", ".txt", ".md")
 """Files whose content is part of what scores."""
 _LOCAL = "http://127.0.0.1"
 """Stands for the address of a judge that the run starts."""
+_FROZEN_S = 10.0
+"""Least default of ``reward.frozen_after``: a busy machine may keep the loop waiting for some seconds."""
 _UNUSED: Mapping[str, Any] = {"name": "compute_score", "reward_kwargs": {}}
 """What section custom_reward_function holds if no function is given."""
 
@@ -93,7 +91,6 @@ def build_agent(
         )
     declared = limits_declared(reward)
     retry = retry_of(options, declared.get("timeout_s"))
-    record = None if ledger is None else Path(ledger).expanduser().absolute().with_name(file_of(FILE, name))
     return RewardAgent(
         reward,
         limits=limits_of(options, declared),
@@ -106,22 +103,18 @@ def build_agent(
         share_equal=options.share_equal,
         scorer=_scorer(custom, default, options),
         metrics=RayMetrics(run, name) if in_ray_worker() else None,
-        sentinel=_sentinel(options, retry.timeout_s, record, name),
-        frozen=FrozenCalls(record),
+        frozen_exit=_frozen_exit(options, retry.timeout_s, name),
         name=name,
     )
 
 
-def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | None, name: str) -> Sentinel | None:
-    """Returns the sentinel that ends a frozen agent, by default after the time-out of its calls."""
-    after_s = timeout_s if options.frozen_after is None else options.frozen_after
-    inline = not in_ray_worker()
-    if options.frozen_after == 0 or (after_s is None and not inline):
-        return None
-    watched = Watched(**{word: keyed(text, name) for word, text in asdict(REWARDS).items()})
-    if name != MAIN:
-        watched = replace(watched, service=f"{watched.service} '{name}'")
-    return Sentinel(after_s, record, inline, watched, os.environ.get(DEATH_REASON))
+def _frozen_exit(options: RewardConfig, timeout_s: float | None, name: str) -> FrozenExit | None:
+    """Returns what ends a frozen agent in a process of its own, by default after the time-out of its calls."""
+    after_s = options.frozen_after
+    if after_s is None and timeout_s is not None:
+        after_s = max(timeout_s, _FROZEN_S)
+    fix = "run it in processes of its own with reward.manager=remote"
+    return frozen_exit(after_s, "a reward function", *(keyed(text, name) for text in ("reward.frozen_after", fix)))
 
 
 def check_reward(

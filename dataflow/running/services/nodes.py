@@ -115,8 +115,7 @@ def agent_place(config: Any, source: Source, judged: bool) -> dict[str, Any]:
         **_asked_files(config, source, judged),
     }
     files = model_files(config.model.path, others={keyed(key, source.name): path for key, path in paths.items()})
-    # The record of calls that froze the agent is there, too, whatever the ledger is.
-    own = options.frozen_after != 0 or (options.ledger and options.cache is None)
+    own = options.ledger and options.cache is None
     cache = {} if options.cache is None else {keyed("reward.cache", source.name): _absolute(options.cache)}
     return {"here": True, "run_directory": own, "writes": cache, **files}
 

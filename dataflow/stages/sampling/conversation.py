@@ -22,7 +22,7 @@ from dataflow.stages.rollout import VALIDATION_SEED, check_version, emit_batches
 from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
-    from dataflow.tools.calls import Place, ToolCaller, ToolState
+    from dataflow.tools.calls import ToolCaller, ToolState
     from dataflow.tools.formats import ToolCall
     from dataflow.tools.toolbox import Toolbox
 
@@ -74,7 +74,7 @@ async def conversation(
     described = await asyncio.to_thread(tools.ready, prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
     left, drawn = not_emitted(described, task), (seed << 20) + task.step
-    samples = conversations(left, engine, sampling, tools, limits, drawn, task.step)
+    samples = conversations(left, engine, sampling, tools, limits, drawn)
     responses = await emit_batches(described, samples, engine, sampling.n, max_response_tokens, task, sleeps)
     calls = sum(responses["tool_calls"])
     task.log(
@@ -109,7 +109,7 @@ async def val_conversation(
     described = await asyncio.to_thread(tools.ready, val_prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
     drawn = VALIDATION_SEED + seed
-    samples = conversations(described, engine, sampling, tools, limits, drawn, f"val:{task.step}")
+    samples = conversations(described, engine, sampling, tools, limits, drawn)
     return await emit_batches(described, samples, engine, sampling.n, max_response_tokens, task, sleeps)
 
 
@@ -128,7 +128,6 @@ async def conversations(
     tools: Toolbox,
     limits: Limits,
     seed: int,
-    step: int | str,
 ) -> AsyncGenerator[Sample, None]:
     """Yields each conversation as a sample when it ends; a caller that stops early abandons the others.
 
@@ -139,16 +138,13 @@ async def conversations(
         tools: the tools that the model may call.
         limits: of each conversation.
         seed: common to all conversations.
-        step: of the samples, for messages; ``"val:3"`` for a validation.
     """
     ended: asyncio.Queue[asyncio.Task[Sample]] = asyncio.Queue()
     rows = zip(prompts.ids, prompts["prompt_ids"], _extras(prompts), strict=True)
     async with tools.open() as caller:
         going = [
             asyncio.create_task(
-                Conversation(ids, extra, caller, tools, (step, group, index)).run(
-                    engine, sampling, limits, (seed, group, index)
-                )
+                Conversation(ids, extra, caller, tools).run(engine, sampling, limits, (seed, group, index))
             )
             for group, ids, extra in rows
             for index in range(sampling.n)
@@ -177,7 +173,6 @@ class Conversation:
         extra_info: of its row.
         caller: calls tools.
         tools: parses the calls and frames the answers.
-        place: step, group and index of its sample, for messages.
         tokens: of all turns so far, with mask and log-prob of each.
         messages: chat messages of all turns so far, of roles ``assistant`` and ``tool``.
     """
@@ -186,7 +181,6 @@ class Conversation:
     extra_info: Any
     caller: ToolCaller
     tools: Toolbox
-    place: Place
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -199,7 +193,7 @@ class Conversation:
         self, engine: RolloutEngine, sampling: Sampling, limits: Limits, seed: tuple[int, int, int]
     ) -> Sample:
         """Returns the whole conversation; the last two numbers of ``seed`` are its group and index."""
-        state = self.caller.state(self.extra_info, self.place)
+        state = self.caller.state(self.extra_info)
         version: int | None = None
         try:
             while True:

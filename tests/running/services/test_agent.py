@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
+from dataflow.cluster.process import DEATH_REASON
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.naming import JUDGE, SERVED
-from dataflow.running.services.agent import _sentinel, build_agent, check_reward, limits_of, retry_of
+from dataflow.running.services.agent import _frozen_exit, build_agent, check_reward, limits_of, retry_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -207,9 +208,29 @@ def test_equal_requests_in_flight_are_asked_once(file: Path) -> None:
     assert run(lambda: body(RewardConfig(share_equal=False)))["shared"] == 0
 
 
-def test_an_agent_speaks_of_its_own_section() -> None:
-    found = [_sentinel(RewardConfig(frozen_after=3), None, None, name) for name in ("reward", "style")]
-    words = [sentinel.watched for sentinel in found if sentinel is not None]
-    assert [watched.service for watched in words] == ["reward agent", "reward agent 'style'"]
-    assert [watched.key for watched in words] == ["reward.frozen_after", "style.frozen_after"]
-    assert "style.manager=remote" in words[1].lock_fix
+def test_a_frozen_agent_speaks_of_its_own_section_where_its_process_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = RewardConfig(frozen_after=3)
+    assert _frozen_exit(options, None, "reward") is None, "the run's own process"
+    monkeypatch.setenv(DEATH_REASON, str(tmp_path / "why"))
+    main, style = (_frozen_exit(options, None, name) for name in ("reward", "style"))
+    assert main is not None
+    assert style is not None
+    assert main.why.endswith("(reward.frozen_after); the log has the stacks; run it in processes of its own with "
+                             "reward.manager=remote.")  # fmt: skip
+    assert "for 3 s" in style.why
+    assert "(style.frozen_after)" in style.why
+    assert style.why.endswith("style.manager=remote.")
+
+
+@pytest.mark.parametrize(
+    ("frozen_after", "timeout_s", "after_s"),
+    [(None, 120.0, 120.0), (None, 1.0, 10.0), (None, None, None), (3.0, 120.0, 3.0), (0.0, 120.0, None)],
+)
+def test_an_agent_may_freeze_for_its_time_out(
+    frozen_after: float | None, timeout_s: float | None, after_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEATH_REASON, "why")
+    found = _frozen_exit(RewardConfig(frozen_after=frozen_after), timeout_s, "reward")
+    assert (found and found.after_s) == after_s

@@ -150,10 +150,9 @@ def test_each_service_of_a_run_names_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "there"),
     [
-        (["reward.cache=c.sqlite"], True),  # frozen.jsonl
-        (["reward.cache=c.sqlite", "reward.frozen_after=0"], False),
-        (["reward.ledger=false", "reward.frozen_after=0"], False),
-        (["reward.frozen_after=0"], True),  # the ledger
+        (["reward.cache=c.sqlite"], False),
+        (["reward.ledger=false"], False),
+        ([], True),  # the ledger
     ],
 )
 def test_an_agent_has_files_in_the_run_directory(overrides: list[str], there: bool) -> None:

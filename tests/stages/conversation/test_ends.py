@@ -107,7 +107,7 @@ def test_a_slow_tool_holds_up_no_other_conversation(tiny_qwen: Path, tokenizer: 
         engine = ScriptedRollout(tokenizer, by_turn(call("waits"), "done"))
         box = toolbox(tiny_qwen, waits, timeout=None)
         samples = conversations(
-            prompts_of(tokenizer, 4, kwargs), engine, Sampling(max_tokens=99), box, Limits(4, 300), seed=1, step=1
+            prompts_of(tokenizer, 4, kwargs), engine, Sampling(max_tokens=99), box, Limits(4, 300), seed=1
         )
         async for sample in samples:
             events.append(("ended", sample.group))

@@ -1,1 +1,0 @@
-"""A process beside this one that ends it when user code freezes it."""
