@@ -14,15 +14,14 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from dataflow.models.problems import generate
-from dataflow.models.tiny import build_tokenizer
+from dataflow.models.tiny import Recipe, build_model, build_tokenizer
 
 SHAPES = {
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "0.5b": Recipe(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2),
+    "1.5b": Recipe(hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2),
+    "tiny": Recipe(hidden=64, intermediate=192, layers=2, heads=4, kv_heads=2),
 }
 VOCABULARY, PROBLEMS = 151_936, 256
 TEMPLATE = 16  # more tokens than the chat template adds
@@ -31,21 +30,12 @@ TEMPLATE = 16  # more tokens than the chat template adds
 def main(directory: Path, shape: str, tokens: int) -> None:
     """Writes ``model/`` and ``problems.jsonl``, whose prompts have that many tokens or somewhat less."""
     tokenizer = build_tokenizer()
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen2Config(
-        vocab_size=VOCABULARY if shape != "tiny" else len(tokenizer) + 64,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        **SHAPES[shape],
-        **ends,
-    )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.generation_config = GenerationConfig(**ends)
-    model.save_pretrained(directory / "model")
+        model = build_model(SHAPES[shape], tokenizer)
+        padded = VOCABULARY if shape != "tiny" else len(tokenizer) + 64
+        model.resize_token_embeddings(padded, mean_resizing=False)
+    model.to(torch.bfloat16).save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     stories, _held_out = generate(2048, 1, 0)
     rows = []

@@ -63,7 +63,7 @@ def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def programs(place: Path) -> list[psutil.Process]:
-    """Returns the processes of programs whose folders are below this one, whoever started them."""
+    """Returns the running processes of all programs whose folders are below this one."""
     found = []
     for process in psutil.process_iter():
         try:
