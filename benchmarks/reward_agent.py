@@ -40,7 +40,7 @@ from dataflow.cluster.process import settle_memory
 from dataflow.reward_agent import Limits
 from dataflow.rewards.decode import decoder
 from dataflow.rewards.judge.judge import Judge
-from dataflow.rewards.judge.prompt import messages
+from dataflow.rewards.judge.rubric import messages
 from dataflow.rewards.judge.server import start_judge
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.stages.reward import reward_collect, reward_request

@@ -185,8 +185,7 @@ class JudgeConfig(PromptConfig):
 
     def client_options(self) -> dict[str, Any]:
         """Returns the keyword arguments of :class:`~dataflow.rewards.judge.judge.Judge`."""
-        given = self.model_dump(exclude={"latency", "time_scale"})
-        return {name: value for name, value in given.items() if name != "score_pattern" or value is not None}
+        return self.model_dump(exclude={"latency", "time_scale"})
 
     @field_validator("latency")
     @classmethod

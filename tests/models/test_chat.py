@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataflow.models.chat import text_of
-from dataflow.rewards.judge.prompt import question_of, transcript
+from dataflow.rewards.judge.rubric import question_of, transcript
 
 PARTS = [{"type": "image", "image": object()}, {"type": "text", "text": "Is it red?"}]
 

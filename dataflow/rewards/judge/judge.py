@@ -1,46 +1,93 @@
 """Judge: an LLM behind the OpenAI chat API that grades a response against the reference answer.
 
-A reply is accepted only if it holds exactly one score within the range, behind its thinking; anything else is an error,
-never a score, and is asked for again only if it may come out differently. One call of ``compute_score`` is one request:
-the agent retries, times out and limits the rate.
+One call of ``compute_score`` is one request: the agent retries, times out and limits the rate.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.judge.address import addresses
-from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
-from dataflow.rewards.judge.chat import Chat
-from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
-from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
-from dataflow.rewards.judge.reply import BROKEN_OFF, LINE_END, Reply, read
+from dataflow.errors import ConfigError, counted
+from dataflow.rewards.judge.client import Client, JudgeError, JudgeTimeout, addresses
+from dataflow.rewards.judge.rubric import Rubric, estimate, question_of, read
 from dataflow.rewards.limits.router import Router, Routing
 from dataflow.system.address import without_login
-from dataflow.system.http import short
-from dataflow.system.secrets import key_of, redact_known
+from dataflow.system.secrets import key_of
 
 __all__ = ["BudgetSpent", "Judge", "JudgeError", "JudgeTimeout"]
 
-_SPACE = r" \t\xa0\u2002-\u200d\u202f\u2060\u3000\ufeff"
-_DRESS = rf"[{_SPACE}*_`'\"\u2018\u2019\u201c\u201d]*+"
-SCORE_LINE = (
-    rf"^[{_SPACE}>#\u2022-]*+{_DRESS}score{_DRESS}[:\uff1a]{_DRESS}"
-    rf"([-+\u2212]?(?:\d++(?:[.\uff0e]\d++)?|[.\uff0e]\d++)){_DRESS}(?:[.\uff0e\u3002]{_DRESS})?$"
-)
-"""Matches the line ``Score: <number>`` in any case, also as markdown emphasis, quotation or list item, with a trailing
-full stop, with full-width signs, and with any Unicode digits."""
-_FLAGS = re.IGNORECASE | re.MULTILINE
-_SCORE = re.compile(SCORE_LINE, _FLAGS)
-_ASCII = str.maketrans("\u2212\uff0e", "-.")  # float() does not accept these; it does accept all digits
 _EXPLANATION = 2000  # characters
-_CUT_FIXES = dict.fromkeys(
-    ("length", "max_tokens"), "raise judge.max_tokens_reply: the reply was truncated at that limit, or at the server's"
-) | {"content_filter": "use a judge whose content filter lets the responses pass"}
+
+
+class BudgetSpent(JudgeError):
+    """The judge has used up its budget; no further call is made."""
+
+    fatal = True
+
+
+@dataclass
+class Budget:
+    """The tokens that one judge object has used, and its limits. Only replies count: a cancelled call is not seen.
+
+    Attributes:
+        max_tokens: prompts and replies together; None for no limit.
+        max_cost: in the currency of the prices; None for no limit.
+        prices: of a million prompt tokens and of a million reply tokens.
+        before: calls, tokens and cost of earlier processes of the run, which count against the limits alone.
+    """
+
+    max_tokens: int | None = None
+    max_cost: float | None = None
+    prices: Sequence[float] = (0.0, 0.0)
+    before: tuple[int, int, float] = (0, 0, 0.0)
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    tokens_estimated: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def cost(self) -> float:
+        return self.price(self.prompt_tokens, self.completion_tokens)
+
+    def price(self, prompt: int, completion: int) -> float:
+        return (prompt * self.prices[0] + completion * self.prices[1]) / 1e6
+
+    def check(self) -> None:
+        """Raises :class:`BudgetSpent` if it is used up; called before each request, so calls in flight are answered."""
+        calls, tokens, cost = self.before
+        after = counted(calls + self.calls, "call")
+        spent = (
+            ("judge.max_tokens", tokens + self.tokens, self.max_tokens),
+            ("judge.max_cost", round(cost + self.cost, 6), self.max_cost),
+        )
+        for key, used, limit in spent:
+            if limit is not None and used >= limit:
+                raise BudgetSpent(
+                    f"the judge's budget is spent: {used:,} of {key}={limit} after {after}",
+                    retry=False,
+                    fix=f"raise {key}; a run that is resumed does not pay again for the answers in its ledger",
+                )
+
+    def count(self, usage: Mapping[str, Any], prompt_characters: int, reply_characters: int) -> int | None:
+        """Counts one reply; returns the tokens that the server states, or None if they had to be estimated."""
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        prompt, completion, total = (usage.get(name) or 0 for name in names)
+        # Some servers exclude reasoning from the completion, but charge for it.
+        completion = max(completion, total - prompt)
+        stated = prompt > 0
+        if not stated:
+            prompt, completion = estimate(prompt_characters), estimate(reply_characters)
+            self.tokens_estimated += prompt + completion
+        self.calls += 1
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+        return prompt + completion if stated else None
 
 
 class Judge:
@@ -53,27 +100,20 @@ class Judge:
         model: name of the model in the request.
         api_key_env: environment variable that holds the API key, if the server requires one.
         timeout: of one call, in seconds; None uses the agent's.
-        method: ``strict`` or ``flexible``, see :data:`~dataflow.rewards.judge.prompt.RULES`; for the default prompt.
-        template: the user message, see :class:`~dataflow.rewards.judge.prompt.Template`; must contain ``{response}``.
-        system: the system message, also a template; by default there is none if ``template`` is given.
-        score_pattern: regular expression that must match the reply exactly once, and whose only group is the score.
-            Case is ignored; ``^`` and ``$`` match at each line.
-        score_range: lowest and highest valid score.
-        normalize: whether that range is mapped to 0..1.
         temperature: of the judge; None sends none.
         max_tokens_reply: of a reply, sent as ``max_tokens``; None uses the server's limit.
         options: further keys of the request body, which override those above.
-        max_reply_bytes: a longer reply is an error and not retried.
         max_tokens: budget of this object, prompts and replies together; :class:`BudgetSpent` ends the run after it.
         max_cost: the same as a cost, in the currency of ``price_per_million``.
         price_per_million: of prompt tokens and of reply tokens.
         slots: calls in flight at one server; None for the agent's limits.
         routing: which server grades a response, see :class:`~dataflow.rewards.limits.router.Router`.
         what: what the servers are, for messages.
+        rubric: the prompt and the score, see :class:`~dataflow.rewards.judge.rubric.Rubric`.
 
     Attributes:
         router: of the servers; None for a single one without ``slots``.
-        chat: the connections to them.
+        endpoints: the names of the servers: the urls as given, without passwords.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -85,60 +125,44 @@ class Judge:
         model: str = "judge",
         api_key_env: str | None = None,
         timeout: float | None = 120.0,
-        method: str = "strict",
         *,
-        template: str | None = None,
-        system: str | None = None,
-        score_pattern: str = SCORE_LINE,
-        score_range: Sequence[float] = (0, 1),
-        normalize: bool = True,
         temperature: float | None = 0,
         max_tokens_reply: int | None = None,
         options: Mapping[str, Any] | None = None,
-        max_reply_bytes: int = 4 << 20,
         max_tokens: int | None = None,
         max_cost: float | None = None,
         price_per_million: Sequence[float] | None = None,
         slots: int | None = None,
         routing: Routing = "least",
         what: str = "the judge",
+        **rubric: Any,
     ) -> None:
-        if method not in RULES:
-            hint = nearest(method, RULES) or f"; give {' or '.join(RULES)}."
-            raise ConfigError(f"judge method '{method}' is unknown{hint}")
-        sizes = {"timeout": timeout, "max_tokens_reply": max_tokens_reply, "max_reply_bytes": max_reply_bytes}
-        for name, number in sizes.items():
-            if number is not None and not number > 0:
-                raise ConfigError(f"judge.{name}={number}; give a number above 0.")
-        given = [url] if isinstance(url, str) else list(url)
-        self._given, logins = [], []
-        for address, login in map(without_login, given):
-            self._given.append(address)
-            logins.append(login)
-        self._urls = addresses(self._given)
-        self.url = self._urls[0]
-        self._address = dict(zip(self._given, self._urls, strict=True))
+        urls = [url] if isinstance(url, str) else list(url)
+        named = [without_login(each) for each in urls]
+        self.endpoints = [name for name, _ in named]
+        self._address = dict(zip(self.endpoints, addresses(urls), strict=True))
         self.router: Router | None = None
-        if len(self._urls) > 1 or slots is not None:
-            self.router = Router(self._given, slots, routing, _prompt_of, what)
-        self.timeout = timeout
-        self._system, self._user = prompt_of(template, system, method)
-        self._pattern, self._low, self._high = _score_rule(score_pattern, score_range)
-        self._width = self._high - self._low if normalize else 0.0
-        body = {"model": model, "temperature": temperature, "max_tokens": max_tokens_reply}
-        self._head, self._reply_tokens, self._repeats = _head({k: v for k, v in body.items() if v is not None}, options)
-        self._budget = Budget(max_tokens, max_cost, price_per_million)
+        if len(urls) > 1 or slots is not None:
+            self.router = Router(self.endpoints, slots, routing, _prompt_of, what)
         key = key_of(api_key_env, "judge.api_key_env")
-        if key and any(logins):
+        if key and any(login for _, login in named):
             raise ConfigError("judge.api_key_env is given, and judge.url also holds a password; give one of the two.")
-        by_url = {address: login for address, login in zip(self._urls, logins, strict=True) if login}
-        self.chat = Chat(key, timeout, max_reply_bytes, by_url)
+        self.client = Client(key, timeout)
+        self._rubric = Rubric(**rubric)
+        prices = price_per_million or (0.0, 0.0)
+        if max_cost is not None and not any(prices):
+            raise ConfigError(f"judge.max_cost={max_cost} needs prices; give judge.price_per_million=[PROMPT,REPLY].")
+        self._budget = Budget(max_tokens, max_cost, prices)
+        body = {"model": model, "temperature": temperature, "max_tokens": max_tokens_reply}
+        self._body = {key: value for key, value in body.items() if value is not None} | dict(options or {})
+        if taken := {"messages", "stream"}.intersection(self._body):
+            raise ConfigError(f"judge.options may not contain '{min(taken)}': the judge sets it.")
 
     async def compute_score(
         self,
         data_source: str,
         solution_str: str,
-        ground_truth: str,
+        ground_truth: Any,
         extra_info: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Requests a score for a response.
@@ -151,149 +175,73 @@ class Judge:
             BudgetSpent: the budget is used up.
         """
         self._budget.check()
-        values = _values(solution_str, ground_truth, extra_info)
-        chat = [{"role": "user", "content": self._user.fill(values)}]
-        if self._system is not None:
-            chat.insert(0, {"role": "system", "content": self._system.fill(values)})
-        url, raw = await self._send(f"{self._head}{json.dumps(chat)}}}".encode())
-        reply = read(url, raw, self._pattern)
-        tokens = self._budget.count(reply.usage, sum(len(turn["content"]) for turn in chat), reply.characters)
+        chat = self._rubric.chat(solution_str, ground_truth, extra_info)
+        reply = read(await self._post({**self._body, "messages": chat}))
+        tokens = self._budget.count(reply.usage, _length(chat), len(reply.thinking) + len(reply.text))
         try:
-            score = self._score(reply)
+            score = self._rubric.score(reply)
         except JudgeError as error:
-            error.retry = not self._repeats or reply.cut in BROKEN_OFF
-            error.fix = _CUT_FIXES.get(reply.cut, error.fix)
+            # Asked again, a judge that draws nothing says the same.
+            repeats = self._body.get("temperature") == 0 or self._body.get("seed") is not None
+            error.retry = not repeats or reply.cut in ("error", "abort")
             raise
-        if self._width:
-            score = (score - self._low) / self._width
-        columns: dict[str, Any] = {"score": score, "explanation": _shortened(reply.text or "")}
+        text = reply.text if len(reply.text) <= _EXPLANATION else reply.text[: _EXPLANATION - 3] + "..."
+        columns: dict[str, Any] = {"score": score, "explanation": text}
         return columns if tokens is None else {**columns, "tokens": tokens}
 
-    def _score(self, reply: Reply) -> float:
-        if reply.text is None:
-            only = f", only {reply.instead}" if reply.instead else ""
-            cut = f", and ended by '{reply.cut}'" if reply.cut else ""
-            fix = "see what came in its place; if the judge thinks longer than it may, raise judge.max_tokens_reply"
-            raise JudgeError(f"the judge's reply has no answer{only}{cut}", fix=fix if only else None)
-        return parse_score(reply.text, self._pattern, self._low, self._high, reply.cut)
-
-    async def _send(self, body: bytes) -> tuple[str, bytes]:
-        """Returns the address of the server that was called, and its reply."""
+    async def _post(self, body: Mapping[str, Any]) -> Any:
         if self.router is None:
-            return self.url, await self.chat.send(self.url, body)
+            return await self.client.post(self._address[self.endpoints[0]], body)
         name = self.router.server()
-        url = self._address[name]
-        return url, await self.router.guarded(name, self.chat.send(url, body))
-
-    @property
-    def endpoints(self) -> list[str]:
-        """The names of the servers: the urls as given, without passwords."""
-        return list(self._given)
+        return await self.router.guarded(name, self.client.post(self._address[name], body))
 
     def endpoint(self, **_arguments: Any) -> str:
         """Returns the name of the only server; of several ones the router chooses one when a call starts."""
-        return self._given[0]
-
-    def count_before(self, calls: int, tokens: int, reply_characters: int) -> None:
-        """See :meth:`dataflow.rewards.judge.budget.Budget.count_before`."""
-        self._budget.count_before(calls, tokens, reply_characters)
+        return self.endpoints[0]
 
     def tokens(
         self, solution_str: str, ground_truth: Any = "", extra_info: Mapping[str, Any] | None = None, **_arguments: Any
     ) -> int:
-        """Returns the estimated number of tokens for grading this response, prompt and reply together."""
-        texts = _values(solution_str, ground_truth, extra_info)
-        templates = [self._user] if self._system is None else [self._user, self._system]
-        prompt = sum(template.length + sum(len(texts[name]) for name in template.names) for template in templates)
-        return estimate(prompt) + (self._reply_tokens or self._budget.reply_tokens())
+        """Returns the estimated number of tokens for grading this response, prompt and reply together.
+
+        A reply without a limit is taken to be as long as those so far.
+        """
+        budget = self._budget
+        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        reply = limit or (-(-budget.completion_tokens // budget.calls) if budget.calls else 64)
+        return estimate(_length(self._rubric.chat(solution_str, ground_truth, extra_info))) + int(reply)
+
+    def count_before(self, calls: int, tokens: int, reply_characters: int) -> None:
+        """Counts replies of earlier processes of the run against the budget, but not into :meth:`usage`.
+
+        Args:
+            calls: number of replies.
+            tokens: of prompts and replies together.
+            reply_characters: length of the replies together, from which their share of the tokens is estimated.
+        """
+        completion = min(tokens, estimate(reply_characters))
+        self._budget.before = (calls, tokens, self._budget.price(tokens - completion, completion))
 
     def usage(self) -> dict[str, float]:
-        """See :meth:`dataflow.rewards.judge.budget.Budget.usage`; with several servers also their router's counts."""
-        return self._budget.usage() | ({} if self.router is None else self.router.counts)
+        """Returns the counts so far.
+
+        Returns:
+            ``tokens``; ``prompt_tokens`` and ``completion_tokens``, its parts; ``tokens_estimated``, how many of them
+            the server does not state; ``cost``; ``calls``, the number of replies; with several servers also their
+            router's counts.
+        """
+        names = ("tokens", "prompt_tokens", "completion_tokens", "tokens_estimated", "cost", "calls")
+        counts = {name: getattr(self._budget, name) for name in names}
+        return counts if self.router is None else counts | self.router.counts
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self.chat.close()
+        await self.client.close()
+
+
+def _length(chat: Sequence[Mapping[str, str]]) -> int:
+    return sum(len(turn["content"]) for turn in chat)
 
 
 def _prompt_of(arguments: Mapping[str, Any]) -> str:
     return question_of(arguments.get("extra_info"))
-
-
-def _values(solution: str, truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns what the placeholders of the templates stand for."""
-    response = response_of(solution, extra_info)
-    return {"question": question_of(extra_info), "reference": str(truth), "response": response}
-
-
-def _score_rule(pattern: str, limits: Sequence[float]) -> tuple[re.Pattern[str], float, float]:
-    try:
-        compiled = re.compile(pattern, _FLAGS)
-    except re.error as error:
-        raise ConfigError(f"judge.score_pattern={pattern} is not a regular expression: {error}.") from error
-    if compiled.groups != 1:
-        raise ConfigError(f"judge.score_pattern={pattern} has {compiled.groups} groups; give one, around the score.")
-    if len(limits) != 2 or not -float("inf") < limits[0] < limits[1] < float("inf"):
-        raise ConfigError(f"judge.score_range={limits}; give the lowest and the highest score.")
-    return compiled, float(limits[0]), float(limits[1])
-
-
-def _head(body: Mapping[str, Any], options: Mapping[str, Any] | None) -> tuple[str, int | None, bool]:
-    """Returns the request body up to its messages, the limit of its reply, and whether a reply comes out the same."""
-    taken = {"messages", "stream"}.intersection(options or {})
-    if taken:
-        raise ConfigError(f"judge.options may not contain '{min(taken)}': the judge sets it.")
-    whole = {**body, **(options or {})}
-    try:
-        text = json.dumps(whole, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"judge.options={options} cannot be sent as JSON: {error}.") from error
-    limit = whole.get("max_completion_tokens") or whole.get("max_tokens")
-    repeats = whole.get("temperature") == 0 or whole.get("seed") is not None
-    return f'{text[:-1]}, "messages": ', limit if isinstance(limit, int) else None, repeats
-
-
-def _shortened(text: str) -> str:
-    text = redact_known(text[: 2 * _EXPLANATION])
-    return text if len(text) <= _EXPLANATION else text[: _EXPLANATION - 3] + "..."
-
-
-def parse_score(
-    content: str, pattern: re.Pattern[str] = _SCORE, low: float = 0.0, high: float = 1.0, cut: str = ""
-) -> float:
-    """Returns the score in a reply.
-
-    Args:
-        content: of the reply, without thinking.
-        pattern: regular expression with one group.
-        low, high: the valid range.
-        cut: why the reply ended early, if it did. Then only a score in its first line counts, if that is complete:
-            the rest of the reply might have changed it.
-
-    Raises:
-        JudgeError: there is not exactly one match, it is not a number within the range, or it may not be the last.
-
-    >>> parse_score("The sum is right.\\n**Score:** 1")
-    1.0
-    """
-    # Models and servers use any line ending; the pattern matches "\n" only.
-    text = LINE_END.sub("\n", content).removeprefix("\ufeff")
-    found = list(pattern.finditer(text))
-    # Not "is": re.compile() may return another object for the same pattern.
-    ours = pattern == _SCORE
-    what = "lines 'Score: <number>'" if ours else f"matches of judge.score_pattern={pattern.pattern}"
-    quoted = f"'{short(content)}'"
-    fix = None if ours else "see that judge.template asks for what judge.score_pattern finds"
-    if len(found) != 1:
-        raise JudgeError(f"the judge's reply has {len(found)} {what}, not one: {quoted}", fix=fix)
-    number = found[0][1] or ""
-    before, after = text[: text.rfind("\n", 0, found[0].end()) + 1], text[found[0].end(1) :]
-    if cut and (before.strip() or not after.strip(" \t.")):
-        raise JudgeError(f"the judge's reply ended by '{cut}' before its score was sure: {quoted}", fix=fix)
-    try:
-        score = float(number.translate(_ASCII))
-    except ValueError as error:
-        raise JudgeError(f"the judge's score '{short(number)}' is not a number: {quoted}", fix=fix) from error
-    if not low <= score <= high:
-        raise JudgeError(f"the judge's score {score:g} is outside {low:g}..{high:g}: {quoted}", fix=fix)
-    return score

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, DataflowError, RunError
-from dataflow.rewards.judge.budget import estimate
-from dataflow.rewards.judge.prompt import read_messages
+from dataflow.rewards.judge.rubric import estimate, read_messages
 from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.system.address import host_port, listening
 from dataflow.system.children import command
@@ -41,7 +40,7 @@ _FILES = 1 << 16
 
 
 def grade(chat: list[dict[str, str]]) -> float:
-    """Returns the score of the response in a chat that :func:`dataflow.rewards.judge.prompt.messages` made.
+    """Returns the score of the response in a chat that :func:`dataflow.rewards.judge.rubric.messages` made.
 
     Raises:
         ValueError: the chat has another form.

@@ -11,19 +11,14 @@ from typing import Any, Literal
 from loguru import logger
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.address import addresses
-from dataflow.rewards.judge.budget import estimate
-from dataflow.rewards.judge.chat import Chat
-from dataflow.rewards.judge.errors import JudgeError
-from dataflow.rewards.judge.prompt import question_of
+from dataflow.rewards.judge.client import Client, JudgeError, addresses
+from dataflow.rewards.judge.rubric import estimate, question_of
 from dataflow.rewards.limits.router import Router, Routing
 from dataflow.rewards.models.conversation import Renderer, messages_of
 from dataflow.rewards.user.results import read_number
 from dataflow.system.address import without_login
 from dataflow.system.http import short
 from dataflow.usercode.numeric import count_of
-
-_REPLY_BYTES = 1 << 20
 
 
 class Classifier:
@@ -69,11 +64,9 @@ class Classifier:
                         f"own; give path, the directory of the model, or leave {option} out."
                     )
         self._name, self._kind = name, kind
-        given, logins = zip(*map(without_login, url), strict=True) if url else ((), ())
-        full = addresses(given, f"/{kind}")
-        self._address = dict(zip(given, full, strict=True))
-        by_url = {address: login for address, login in zip(full, logins, strict=True) if login}
-        self._chat = Chat(None, timeout, _REPLY_BYTES, by_url)
+        given = [without_login(each)[0] for each in url]
+        self._address = dict(zip(given, addresses(url, f"/{kind}"), strict=True))
+        self._client = Client(timeout=timeout)
         self.router = Router(given, slots, routing, _prompt_of, f"reward model '{name}'")
         self._render = None if path is None else Renderer(path, template, max_model_len, self._key)
         # Rendering takes milliseconds for a long chat, and tokenizers may not be used by two threads at once.
@@ -110,12 +103,12 @@ class Classifier:
         name = self.router.server()
         url = self._address[name]
         try:
-            raw = await self.router.guarded(name, self._chat.send(url, json.dumps(body).encode()))
+            answer = await self.router.guarded(name, self._client.post(url, body))
         except JudgeError as error:
             if error.status in _FIXES:
                 error.fix = _FIXES[error.status].format(key=self._key, name=self._name, kind=self._kind)
             raise
-        score, tokens = self._read(url, raw)
+        score, tokens = self._read(url, answer)
         self._counts["calls"] += 1
         self._counts["tokens"] += columns.setdefault("tokens", tokens)
         return {"score": score, **columns}
@@ -132,10 +125,9 @@ class Classifier:
             )
         self._counts["truncated"] += 1
 
-    def _read(self, url: str, raw: bytes) -> tuple[float, int]:
+    def _read(self, url: str, answer: Any) -> tuple[float, int]:
         """Returns the score in a reply, and the tokens that the server counted."""
         try:
-            answer = json.loads(raw)
             (row,) = answer["data"]
             if row.get("index", 0) != 0:
                 raise LookupError
@@ -144,8 +136,8 @@ class Classifier:
                 numbers = numbers[-1]  # one for each token, of which the last has seen all
             count, value = len(numbers), numbers[0]
             tokens = (answer.get("usage") or {}).get("total_tokens")
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            what = f"{url} answered without the scores of /{self._kind}: {short(raw[:1000].decode(errors='replace'))}"
+        except (ValueError, LookupError, TypeError, AttributeError):
+            what = f"{url} answered without the scores of /{self._kind}: {short(json.dumps(answer))}"
             fix = f"see that a server of {self._key}.kind={self._kind} listens there"
             raise JudgeError(what, fix=fix) from None
         if count != 1:
@@ -175,7 +167,7 @@ class Classifier:
     async def close(self) -> None:
         """Closes the connections."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        await self._chat.close()
+        await self._client.close()
 
 
 _FIXES = {

@@ -12,7 +12,7 @@ from dataflow.files import decoded
 from dataflow.models.chat import calls_of, text_of, without
 from dataflow.models.directory import room_of
 from dataflow.models.tokenizer import load_tokenizer
-from dataflow.rewards.judge.prompt import question_of
+from dataflow.rewards.judge.rubric import question_of
 from dataflow.usercode.failures import attempt
 from dataflow.usercode.load import describe
 

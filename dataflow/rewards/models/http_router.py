@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.judge.address import addresses
+from dataflow.rewards.judge.client import addresses
 from dataflow.rewards.judge.server import serve
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter

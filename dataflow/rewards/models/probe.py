@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.address import root_of
+from dataflow.rewards.judge.client import root_of
 from dataflow.system.address import without_login
 from dataflow.system.http import reason
 

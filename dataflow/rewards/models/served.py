@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.errors import JudgeError
+from dataflow.rewards.judge.client import JudgeError
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.limits.router import Router, Routing
 from dataflow.rewards.models.classifier import Classifier
@@ -20,11 +20,8 @@ _OTHER = {
     "the environment variable that judge.api_key_env names holds a key that this server accepts": (
         f"judge.url holds a login that this server accepts, {_LOGIN}"
     ),
-    "put a key into the variable that judge.api_key_env names": f"put a login before the host, {_LOGIN}",
-    "; judge.max_reply_bytes allows longer replies": "",
 }
 """What a message says of keys that a judge has and a reward model has not, and what it says in place of that."""
-_OF_CHAT = ", and set judge.max_tokens_reply"
 _OWN = ("url", "timeout")
 """Keys of a judge that are keys of the model itself; the others are those of its prompt."""
 
@@ -78,8 +75,7 @@ class ServedReward:
         self._model: Judge | Classifier
         try:
             if kind == "chat":
-                given = {key: value for key, value in (prompt or {}).items() if (key, value) != ("score_pattern", None)}
-                self._model = Judge(urls, model=name, what=f"reward model '{name}'", **how, **given)
+                self._model = Judge(urls, model=name, what=f"reward model '{name}'", **how, **(prompt or {}))
             else:
                 self._model = Classifier(name, urls, kind, path, template, max_model_len, **how)
         except ConfigError as error:
@@ -114,7 +110,7 @@ class ServedReward:
         def own(key: re.Match[str]) -> str:
             return f"{section}.{key[1]}" if key[1] in _OWN else f"{section}.prompt.{key[1]}"
 
-        for words, own_words in (_OTHER if self._kind == "chat" else {**_OTHER, _OF_CHAT: ""}).items():
+        for words, own_words in _OTHER.items():
             text = text.replace(words, own_words)
         text = _JUDGE_KEY.sub(own, text.replace("judge.model", section))
         return text.replace("the judge", f"reward model '{self.name}'")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataflow.errors import RunError
-from dataflow.rewards.judge.address import root_of
+from dataflow.rewards.judge.client import root_of
 from dataflow.system.address import without_login
 from dataflow.system.http import short
 

@@ -14,7 +14,7 @@ from dataflow.config.loading.pipeline_file import pipeline_of
 from dataflow.config.loading.saved import PACKAGES
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, NotChecked
-from dataflow.rewards.judge.probe import check_judge
+from dataflow.rewards.judge.client import check_judge
 from dataflow.rewards.models.gpus import visible_gpus
 from dataflow.rewards.naming import keyed
 from dataflow.running.preparing.check import Check, Checks
@@ -92,7 +92,7 @@ class Needs:
         judge = self._prepared.judges[name]
         urls = [judge.url] if isinstance(judge.url, str) else list(judge.url or ())
         try:
-            return check_judge(urls, judge.model, judge.api_key_env, self._patience_s)
+            return check_judge(urls, judge.api_key_env, self._patience_s)
         except ConfigError as error:
             raise ConfigError(keyed(str(error), name)) from error
 

@@ -28,8 +28,7 @@ from dataflow.system.secrets import keep_secrets, redact_logs
 if TYPE_CHECKING:
     from dataflow.config.reward import RewardConfig
 
-_ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes",
-          "slots", "routing")  # fmt: skip
+_ASIDE = ("url", "api_key_env", "timeout", "max_tokens", "max_cost", "price_per_million", "slots", "routing")
 """Options of a judge that change how it is called, but not its prompt."""
 _TEXTS = (".py", ".txt", ".md")
 """Files whose content is part of what scores."""

@@ -15,7 +15,7 @@ from dataflow.config.reward import Source, model_of
 from dataflow.config.served import PromptConfig
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import cache_home
-from dataflow.rewards.judge.prompt import is_file
+from dataflow.rewards.judge.rubric import is_file
 from dataflow.rewards.naming import keyed
 from dataflow.stage import Hosted
 

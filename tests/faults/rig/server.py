@@ -30,8 +30,6 @@ from dataflow.system.loopback import ADDRESS
 if TYPE_CHECKING:
     from aiohttp import web
 
-HUGE = 50 << 20
-"""Bytes of a huge body."""
 WAIT_S = 30.0
 """Seconds in which the server must answer its commander."""
 
@@ -42,7 +40,6 @@ MODES = {
     "prose": "words without a score",
     "half_json": "the first half of the JSON",
     "reset": "the first half of the body, then a reset of the connection",
-    "huge": "a body of 50 MB, its length unsaid; huge:sized says it",
     "status": "status:CODE[:RETRY_AFTER], an error of that status",
     "error": "error:CODE[:RETRY_AFTER], that error in a body of status 200",
     "hang": "no answer, ever",
@@ -161,17 +158,6 @@ async def _reset(request: web.Request, body: dict[str, Any], _rest: str) -> web.
     return reply
 
 
-async def _huge(request: web.Request, body: dict[str, Any], how: str) -> web.StreamResponse:
-    from aiohttp import web
-
-    reply = web.StreamResponse(headers={"Content-Length": str(HUGE)} if how == "sized" else None)
-    await reply.prepare(request)
-    block = b" " * (1 << 16)
-    for _ in range(HUGE // len(block)):
-        await reply.write(block)  # raises once the client has gone
-    return reply
-
-
 async def _status(request: web.Request, body: dict[str, Any], what: str) -> web.StreamResponse:
     from aiohttp import web
 
@@ -226,7 +212,6 @@ async def _late(request: web.Request, body: dict[str, Any], seconds: str) -> web
 ANSWERS: dict[str, Callable[[web.Request, dict[str, Any], str], Awaitable[web.StreamResponse]]] = {
     "half_json": _half_json,
     "reset": _reset,
-    "huge": _huge,
     "status": _status,
     "error": _error,
     "hang": _hang,

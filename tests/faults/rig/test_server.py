@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.rewards.judge.prompt import messages
+from dataflow.rewards.judge.rubric import messages
 from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]

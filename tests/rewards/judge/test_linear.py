@@ -7,13 +7,11 @@ deadline far from both.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.rewards.judge import judge, prompt
 from dataflow.rewards.user import gsm8k
 from dataflow.tools.formats import Hermes
 from dataflow.tools.toolbox import without
@@ -23,11 +21,6 @@ pytestmark = pytest.mark.timeout(60)
 SIZE = 200_000  # characters; the pattern of the number took 23 s for 100,000
 ANYWHERE = re.compile(gsm8k._NUMBER)
 """What ``flexible`` found numbers by: right, and quadratic."""
-FIELDS = re.compile(
-    r"<reference>\n(.*?)\n</reference>\n<question>\n(.*?)\n</question>\n<response>\n(.*)\n</response>", re.DOTALL
-)
-PARTS = re.split("[123]", prompt.messages("2", "1", "3")[1]["content"])
-"""What stands around reference, question and response."""
 TOKENS = ("<end>", "<pad>", "[CLS]")
 
 
@@ -69,30 +62,6 @@ PIECES = st.sampled_from(["1", "12", "123", "1234", ",", ",", ",", ".", "$", "-"
 def test_the_last_number_is_the_one_it_was(text: str) -> None:
     found = ANYWHERE.findall(text)
     assert gsm8k.extract(text, "flexible") == (gsm8k.extract(f"#### {found[-1]}") if found else None)
-
-
-@pytest.mark.parametrize("piece", [*PARTS, "\n", "<", "score: 1 ", "score:", " "])
-def test_replies_and_problems(piece: str) -> None:
-    system = prompt.messages("q", "r", "s")[0]
-    for user in (repeated(piece), PARTS[0] + repeated(piece), "".join(PARTS[:3]) + repeated(piece)):
-        with suppress(ValueError):  # it holds no problem to grade
-            prompt.read_messages([system, {"role": "user", "content": user}])
-        prompt.Template("{response}" + user.replace("{", ""), "template")
-    with pytest.raises(judge.JudgeError):
-        judge.parse_score(repeated(piece) + " x")
-
-
-@given(st.lists(st.sampled_from([*PARTS, "a", "\n", "</response>"]), max_size=9).map("".join), st.booleans())
-def test_a_problem_is_read_as_it_was(text: str, framed: bool) -> None:
-    head, middle, last, tail = PARTS
-    user = f"{head}{text}{middle}q{last}{text}{tail}" if framed else text
-    found = FIELDS.fullmatch(user)
-    chat = [prompt.messages("q", "r", "s")[0], {"role": "user", "content": user}]
-    if found is None:
-        with pytest.raises(ValueError, match="no problem"):
-            prompt.read_messages(chat)
-    else:
-        assert prompt.read_messages(chat) == (found[2], found[1], found[3], "strict")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 from dataflow.errors import RunError
 from dataflow.rewards.judge import server as judge_server
 from dataflow.rewards.judge.judge import Judge, JudgeError
-from dataflow.rewards.judge.prompt import messages
+from dataflow.rewards.judge.rubric import messages
 from dataflow.rewards.judge.server import JudgeProcess, start_judge
 from tests.rigs.addresses import OTHERS
 

@@ -12,9 +12,9 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.judge.errors import JudgeError
+from dataflow.rewards.judge.client import JudgeError
 from dataflow.rewards.judge.judge import Judge
-from dataflow.rewards.judge.prompt import question_of
+from dataflow.rewards.judge.rubric import question_of
 from dataflow.rewards.limits.queues import EndpointQueue
 from dataflow.rewards.limits.router import BAD, FAILURES, Probing, Router, ServerGivenUp
 from dataflow.rewards.retry import is_lost

@@ -16,8 +16,8 @@ from dataflow.batch import Batch
 from dataflow.config.served import PromptConfig, ServedModelConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.judge.errors import JudgeError
-from dataflow.rewards.judge.prompt import transcript
+from dataflow.rewards.judge.client import JudgeError
+from dataflow.rewards.judge.rubric import transcript
 from dataflow.rewards.models.conversation import Renderer, messages_of
 from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import keyed
@@ -214,8 +214,6 @@ def test_chat_is_a_judge_with_the_keys_of_its_prompt() -> None:
         ({"status": 500}, {}, "answered 500", "the server's log, in servers/", True),
         ({"status": 401}, {}, "answered 401", r"reward\.models\.rm\.url holds a login .* http://USER", False),
         ({"status": 403}, {"kind": "chat"}, "answered 403", r"reward\.models\.rm\.url holds a login", False),
-        ({"text": "x" * (2 << 20)}, {}, "over 1,048,576 bytes", r"check which server answers there$", False),
-        ({"text": "x" * (5 << 20)}, {"kind": "chat"}, "bytes", r"there, and set \S+\.prompt\.max_tokens_reply$", False),
         (score(math.nan), {}, "a score that is nan", r"reward\.models\.rm\.dtype", False),
         ({"status": 404}, {"kind": "chat"}, "answered 404", r"correct reward\.models\.rm\.url or reward", False),
         (score(7.0), {"kind": "chat"}, "Score: 7", r"'Score: <0\.\.1>'", False),
