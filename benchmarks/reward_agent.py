@@ -42,7 +42,7 @@ from dataflow.rewards.decode import decoder
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.judge.rubric import messages
 from dataflow.rewards.judge.server import start_judge
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from dataflow.stages.reward import reward_collect, reward_request
 
 SAMPLES, GROUP, PROMPT, TOKENS, MINI_BATCHES = 5_120, 5, 200, 1_024, 4

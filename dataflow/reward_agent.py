@@ -23,7 +23,7 @@ from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.groups import GroupCalls, close_reward, group_method, usage_of
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.limits.router import pooled, router_of

@@ -19,7 +19,7 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.rewards.decode import Decode
-from dataflow.rewards.ledger.ledger import Answer, Ledger, key_of
+from dataflow.rewards.ledger import Answer, Ledger, key_of
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.router import router_of
 from dataflow.rewards.records import Latencies

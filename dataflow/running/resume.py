@@ -13,7 +13,7 @@ from dataflow.config.loading.saved import CONFIG, Saved
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, counted
-from dataflow.rewards.ledger.file import check_file
+from dataflow.rewards.ledger import check_file
 from dataflow.rewards.naming import MAIN, file_of
 from dataflow.running.directory import check_run, check_unlocked
 from dataflow.running.preparing.prompts import settle

@@ -27,7 +27,7 @@ from dataflow.errors import RewardFailed
 from dataflow.planning.config import PlanConfig
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.failure import KINDS
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.metrics import COUNTED, GAUGED
 from dataflow.rewards.retry import _TRANSPORT, is_transient
 from dataflow.rewards.user.results import RESERVED

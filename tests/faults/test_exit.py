@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from tests.rigs.processes import left, marked
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
@@ -27,7 +27,7 @@ from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.user.function import build_reward, load_reward
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.user.build import build_manager
 
 HERE, ENDING, *KINDS = sys.argv[1:]

@@ -11,7 +11,7 @@ import pytest
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.judge import Judge
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from tests.faults.rig.samples import check, graded, left_out, run, samples
 from tests.faults.rig.server import FaultServer
 

@@ -17,7 +17,7 @@ from dataflow.cli import main
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Retry, RewardAgent
 from dataflow.rewards.judge.judge import Judge
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]

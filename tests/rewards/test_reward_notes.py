@@ -12,7 +12,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from dataflow.stages.reward import _requests
 from tests.test_reward_agent import run, samples
 

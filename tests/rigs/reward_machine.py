@@ -30,7 +30,7 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from tests.rigs.reward_gate import Call, Clock, Fatal, Gate, Lost, Throttled
 from tests.rigs.reward_model import DEADLINE, POST, TIMEOUT, TRIES, Model, Row, Step, Waiter
 

@@ -263,8 +263,7 @@ def test_an_unknown_machine_shares_no_clock(monkeypatch: pytest.MonkeyPatch) -> 
 
 STAMPS = {
     "system/clock.py",
-    "rewards/ledger/ledger.py",
-    "rewards/ledger/file.py",
+    "rewards/ledger.py",
     "system/http.py",
     "rewards/judge/server.py",
 }

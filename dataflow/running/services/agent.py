@@ -14,8 +14,7 @@ from dataflow.files import sha256_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
-from dataflow.rewards.ledger.file import check_file
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger, check_file
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.models.served import ServedReward

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from dataflow import Batch, Carried, Hosted, Latest, Pipeline, RewardAgent, stage
 from dataflow.config.base import PipelineConfig
 from dataflow.graph import TaskInfo
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.reward import reward_collect, reward_request

@@ -10,7 +10,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.user.build import build_manager
 from dataflow.rewards.user.function import build_reward
 from dataflow.rewards.user.managers import Manager

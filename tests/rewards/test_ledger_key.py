@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dataflow.errors import DataflowError
-from dataflow.rewards.ledger.ledger import key_of
+from dataflow.rewards.ledger import key_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -108,7 +108,7 @@ def test_a_long_response_counts_to_its_end() -> None:
 PROGRAM = """
 import sys
 import numpy as np
-from dataflow.rewards.ledger.ledger import key_of
+from dataflow.rewards.ledger import key_of
 prompt = [{"role": "user", "content": "3 + 4?"}]
 extra = {"index": np.int64(3), "tags": {"a", "b", "c", "d"}, "raw_prompt": np.array(prompt, dtype=object)}
 names = sorted(extra, reverse="reverse" in sys.argv)

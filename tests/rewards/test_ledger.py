@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import DataflowError, RunError
-from dataflow.rewards.ledger.ledger import Answer, Ledger
-from tests.rewards.ledger.ledger_rig import ANSWER, A, B, key
+from dataflow.rewards.ledger import Answer, Ledger, key_of
 from tests.rigs.logs import logged
 
 pytestmark = pytest.mark.timeout(60)
 
-OTHER = Answer(-1.0, {}, 1.0, 1)
+ANSWER, OTHER = Answer(0.1 + 0.2, {"explanation": "it is right", "tokens": 312}, 0.25, 2), Answer(-1.0, {}, 1.0, 1)
+A, B = key_of({"solution_str": "a"}), key_of({"solution_str": "b"})
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def test_a_resumed_run_gets_what_was_answered(path: Path) -> None:
-    rows = [(group, sample, key(f"{group} {sample}")) for group in range(3) for sample in range(2)]
+    rows = [(group, sample, bytes([group, sample])) for group in range(3) for sample in range(2)]
     with closing(Ledger(path, "run")) as ledger:
         assert ledger.submitted(1, rows) == {}
         ledger.answered(1, *rows[4], ANSWER)
@@ -103,23 +103,21 @@ def test_what_is_not_written_yet_is_found(path: Path) -> None:
         with locked(path):
             ledger.answered(1, 0, 0, A, ANSWER)
             cached.answered(1, 0, 0, B, OTHER)
-            assert ledger.counts()["unsaved"] == 1
             assert ledger.submitted(1, [(0, 0, A), (0, 1, A)]) == {(0, 0): ANSWER}
             assert ledger.submitted(1, [(0, 0, B)]) == {}
             assert cached.submitted(2, [(5, 5, B), (5, 6, A)]) == {(5, 5): OTHER}
             with pytest.raises(RunError, match=r"not written within 0\.1 s"):
                 ledger.flush(deadline_s=0.1)
         ledger.flush()
-        assert ledger.counts()["unsaved"] == 0
         assert ledger.submitted(1, [(0, 0, A), (0, 1, A)]) == {(0, 0): ANSWER}
 
 
 def test_a_failure_is_no_answer(path: Path) -> None:
-    story = "TimeoutError on each of 4 tries: half a reply \ud83d and \x00"
+    story = "TimeoutError on each of 4 tries: half a reply \ud83d and \x00 of é"
     with closing(Ledger(path, "run")) as ledger:
         ledger.submitted(1, [(0, 0, A), (0, 1, B)])
-        ledger.failed(1, 0, 0, A, story)
-        ledger.failed(1, 0, 1, B, "reset")
+        ledger.failed(1, 0, 0, A, "reset", "time-out, 0.5 s")
+        ledger.failed(1, 0, 1, B, story)
         ledger.flush()
         assert ledger.submitted(1, [(0, 0, A)]) == {}
         assert ledger.totals() == {"submitted": 2, "answered": 0, "failed": 2, "collected": 0}
@@ -130,16 +128,8 @@ def test_a_failure_is_no_answer(path: Path) -> None:
         assert ledger.totals() == {"submitted": 2, "answered": 1, "failed": 1, "collected": 0}
     assert resumed(path, 1, (0, 0, A), (0, 1, B)) == {(0, 0): ANSWER}
     with closing(sqlite3.connect(path)) as db:
-        assert db.execute("SELECT story FROM request ORDER BY sample").fetchall() == [(None,), ("reset",)]
-
-
-def test_the_story_is_kept(path: Path) -> None:
-    with closing(Ledger(path, "run")) as ledger:
-        ledger.failed("val:1", 7, 2, A, "é \ud83d \x00 end")
-    with closing(sqlite3.connect(path)) as db:
-        assert db.execute("SELECT step, grp, sample, key, story FROM request").fetchall() == [
-            ("val:1", 7, 2, A, "é \\ud83d \x00 end")
-        ]
+        stories = db.execute("SELECT story FROM request ORDER BY sample").fetchall()
+    assert stories == [(None,), ("TimeoutError on each of 4 tries: half a reply \\ud83d and \\x00 of é",)]
 
 
 def test_the_first_answer_stays(path: Path) -> None:
@@ -148,14 +138,6 @@ def test_the_first_answer_stays(path: Path) -> None:
         ledger.answered(1, 0, 0, A, OTHER)
         ledger.flush()
         assert ledger.submitted(1, [(0, 0, A)]) == {(0, 0): ANSWER}
-
-
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, np.float32("nan")])
-def test_a_score_that_is_not_finite_is_no_answer(path: Path, score: float) -> None:
-    with closing(Ledger(path, "run")) as ledger:
-        with pytest.raises(DataflowError, match="sample 2 of group 0 of step 1 is not an answer"):
-            ledger.answered(1, 0, 2, A, Answer(score, {}, 0.1, 1))
-        assert ledger.submitted(1, [(0, 2, A)]) == {}
 
 
 def test_the_cache_takes_the_answers_of_any_run(path: Path) -> None:
@@ -169,19 +151,6 @@ def test_the_cache_takes_the_answers_of_any_run(path: Path) -> None:
     # Its own answer comes before the cache's.
     assert resumed(path, 1, (0, 0, A), run="later", cache=True) == {(0, 0): OTHER}
     assert resumed(path, 8, *rows, run="new") == {}
-
-
-@pytest.mark.heavy
-def test_more_rows_than_one_statement_takes(path: Path) -> None:
-    rows = [(index // 5, index % 5, index.to_bytes(16, "big")) for index in range(31_000)]
-    with closing(Ledger(path, "run")) as ledger:
-        assert ledger.submitted(1, rows) == {}
-        for row in rows[::5]:
-            ledger.answered(1, *row, OTHER)
-        ledger.flush()
-        assert ledger.submitted(1, rows).keys() == {row[:2] for row in rows[::5]}
-        assert ledger.totals()["submitted"] == 31_000
-    assert resumed(path, 1, *rows, run="new", cache=True).keys() == {row[:2] for row in rows[::5]}
 
 
 def test_extras_come_back_as_they_were(path: Path) -> None:
@@ -213,7 +182,7 @@ def test_extras_are_as_they_were_when_it_was_told(path: Path) -> None:
 def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> None:
     circle: list[Any] = []
     circle.append(circle)
-    odd: list[Any] = [object(), np.zeros(2), {1: 2}, [{"a": {None: 0}}], circle, b"x", {1, 2}, 1j, np.complex64(1)]
+    odd: list[Any] = [object(), np.zeros(2), {(1,): 2}, circle, b"x", {1, 2}, 1j, np.complex64(1)]
     with logged() as said, closing(Ledger(path, "run")) as ledger:
         for sample, value in enumerate(odd):
             ledger.answered(1, 0, sample, A, Answer(1.0, {"picture": value}, 0.1, 1))
@@ -241,8 +210,6 @@ def test_counts_and_totals(path: Path) -> None:
             "collected": 1,
             "reused": 1,
             "unstored": 0,
-            "unreadable": 0,
-            "unsaved": 0,
         }
         ledger.collected(1, [0, 1])
         ledger.flush()
@@ -252,7 +219,6 @@ def test_counts_and_totals(path: Path) -> None:
 def test_close(path: Path) -> None:
     before = threading.active_count()
     ledger = Ledger(path, "run")
-    assert threading.active_count() == before + 1
     ledger.submitted(1, [(0, 0, A)])
     ledger.close()
     ledger.close()
@@ -330,20 +296,15 @@ def test_any_order_of_events(tmp_path_factory: pytest.TempPathFactory, operation
 def test_what_a_run_spent_counts_each_call_once(path: Path) -> None:
     with closing(Ledger(path, "run")) as ledger:
         assert ledger.spent() == (0, 0, 0)
-        ledger.submitted(1, [(0, 0, A), (0, 1, A), (1, 0, B), (2, 0, key(3))])
+        ledger.submitted(1, [(0, 0, A), (0, 1, A), (1, 0, B), (2, 0, bytes(16))])
         paid = Answer(1.0, {"explanation": "seven..", "tokens": 40}, 0.5, 1)
         for group, sample, of in ((0, 0, A), (0, 1, A), (1, 0, B)):  # A's samples are equal: one call
             ledger.answered(1, group, sample, of, paid)
-        ledger.answered(1, 2, 0, key(3), OTHER)  # it states no tokens
+        ledger.answered(1, 2, 0, bytes(16), OTHER)  # it states no tokens
         ledger.flush()
         assert ledger.spent() == (2, 80, 14)
     with closing(Ledger(path, "other run")) as ledger:
         assert ledger.spent() == (0, 0, 0)
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("UPDATE request SET answer = 'torn' WHERE grp = 1")
-        db.commit()
-    with closing(Ledger(path, "run")) as ledger:
-        assert ledger.spent() == (1, 40, 7)
 
 
 def test_the_own_ledger_of_a_directory_that_was_renamed_or_copied_keeps_its_answers(path: Path) -> None:
