@@ -8,7 +8,6 @@ import json
 import os
 import re
 import time
-import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ ERROR_S = 0.3
 """Seconds for reading the text of an error: the status matters more and must not be lost to the call's time-out."""
 
 _QUOTED = 1000  # characters of a server's text that are searched for secrets before it is shortened
-PACKED = ("gzip", "x-gzip", "deflate")
 _LOAD = ((429, r"rate.?limit|too.?many|throttl|exhausted|quota"), (503, r"overload|unavailable|capacity|busy"))
 _MEANT = (
     *_LOAD,
@@ -159,28 +157,11 @@ def _meant(words: str, table: Sequence[tuple[int, str]]) -> int | None:
     return next((status for status, pattern in table if re.search(pattern, words, re.IGNORECASE)), None)
 
 
-def encoding_of(headers: Mapping[str, Any] | None) -> str:
-    return str((headers or {}).get("Content-Encoding", "")).strip().lower()
-
-
-def unpacked(raw: bytes, encoding: str, most: int) -> bytes:
-    """Returns the first ``most`` bytes, decompressed, or the bytes as they are if they are not compressed."""
-    if encoding not in PACKED:
-        return raw
-    for window in (zlib.MAX_WBITS | 32, -zlib.MAX_WBITS):  # with a header of either kind, or without
-        with suppress(zlib.error):
-            return zlib.decompressobj(window).decompress(raw, most)
-    return raw
-
-
-async def beginning_of_error(
-    pieces: AsyncIterator[bytes], headers: Mapping[str, Any], timeout: float | None = None
-) -> str:
+async def beginning_of_error(pieces: AsyncIterator[bytes], timeout: float | None = None) -> str:
     """Returns the text of an error, as much of it as arrives within :data:`ERROR_S`.
 
     Args:
         pieces: the body, which may be slow or endless, or break off.
-        headers: of the reply.
         timeout: of the whole exchange, in seconds.
     """
     got = bytearray()
@@ -190,12 +171,4 @@ async def beginning_of_error(
                 got += piece
                 if len(got) >= ERROR_BYTES:
                     break
-    return _text(unpacked(bytes(got[:ERROR_BYTES]), encoding_of(headers), ERROR_BYTES), headers)
-
-
-def _text(raw: bytes, headers: Mapping[str, Any]) -> str:
-    """Decodes a text by the character set in its header, else as UTF-8."""
-    _, _, charset = str(headers.get("Content-Type", "")).lower().partition("charset=")
-    with suppress(LookupError, ValueError):  # unknown, or one that cannot replace what it cannot read
-        return raw.decode(charset.partition(";")[0].strip(" \"'") or "utf-8", errors="replace")
-    return raw.decode(errors="replace")
+    return got[:ERROR_BYTES].decode(errors="replace")

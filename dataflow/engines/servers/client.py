@@ -14,7 +14,6 @@ from dataflow.system.address import without_login
 from dataflow.system.http import (
     THROTTLED,
     beginning_of_error,
-    encoding_of,
     error_within,
     may_pass,
     message_in,
@@ -118,7 +117,7 @@ class Client:
                 method, self.url + path, json=body, timeout=timeout, allow_redirects=False
             ) as reply:
                 if reply.status != 200:
-                    text = await beginning_of_error(reply.content.iter_any(), reply.headers, limit)
+                    text = await beginning_of_error(reply.content.iter_any(), limit)
                     wait_s = wait_asked(reply.headers.get("Retry-After", ""), reply.headers.get("Date", ""))
                     message = short(message_in(text)) or reply.reason or "no message"
                     raise ServerError(f"{what} answered {reply.status}: {message}", status=reply.status, wait_s=wait_s)
@@ -186,7 +185,7 @@ def same_server(url: str) -> tuple[str, str, int, str]:
 
 
 async def _whole(what: str, reply: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    if (encoding := encoding_of(reply.headers)) not in ("", "identity"):
+    if (encoding := reply.headers.get("Content-Encoding", "identity").lower()) != "identity":
         raise ServerError(
             f"{what} sent its reply in the encoding '{encoding}', which was not requested; configure the server, or "
             "the proxy before it, to send replies without encoding"

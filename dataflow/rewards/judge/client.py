@@ -109,7 +109,7 @@ class Client:
             # A redirect could take the key to another host.
             async with self._session.post(url, json=body, allow_redirects=False) as reply:
                 if reply.status != 200:
-                    text = await beginning_of_error(reply.content.iter_any(), reply.headers, self._timeout)
+                    text = await beginning_of_error(reply.content.iter_any(), self._timeout)
                     wait_s = wait_asked(reply.headers.get("Retry-After", ""), reply.headers.get("Date", ""))
                     raise _refused(url, reply.status, message_in(text), wait_s, reply.headers.get("Location"))
                 raw = await reply.read()

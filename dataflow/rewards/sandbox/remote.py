@@ -64,7 +64,7 @@ class RemoteSandbox:
         try:
             async with self._session.post(self._url, json={**self._options, "code": source, "stdin": stdin}) as reply:
                 if reply.status != 200:
-                    text = short(await beginning_of_error(reply.content.iter_any(), reply.headers))
+                    text = short(await beginning_of_error(reply.content.iter_any()))
                     raise SandboxError(
                         f"the sandbox {self._url} answered {reply.status}: {text or 'without a message'}",
                         status=reply.status,
