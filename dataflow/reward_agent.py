@@ -20,6 +20,7 @@ from dataflow.errors import ConfigError, DataflowError
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
+from dataflow.rewards.functions import check_methods, load_reward
 from dataflow.rewards.groups import GroupCalls, close_reward, group_method, usage_of
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
@@ -48,7 +49,6 @@ from dataflow.rewards.requests import (
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.scorer import Scorer
 from dataflow.rewards.steps import Steps
-from dataflow.rewards.user.function import check_methods, load_reward
 from dataflow.system import clock
 from dataflow.usercode.calls import Calls
 from dataflow.usercode.failures import is_ours

@@ -22,7 +22,7 @@ from dataflow.config.run import ModelConfig, RunConfig, TrainerConfig
 from dataflow.config.toy import toy_trainer
 from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Hosted, Pipeline
-from dataflow.rewards.user.gsm8k import compute_score
+from dataflow.rewards.gsm8k import compute_score
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
 from dataflow.running.services.hosting import pools_of, rollout_host, trainer_host

@@ -35,7 +35,7 @@ from dataflow.stages.samples import sample_stages
 from dataflow.stages.scoring.combine import combine_stage
 from dataflow.stages.sync import gather_weights, sync_weights
 
-RULE = "dataflow.rewards.user.gsm8k:compute_score"
+RULE = "dataflow.rewards.gsm8k:compute_score"
 """1 for the right number, else 0."""
 
 

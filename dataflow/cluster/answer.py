@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import pickle
 import re
 import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.usercode.failures import (
-    attribute_of,
-    can_be_traced,
     encodable,
     is_cancelled,
     named,
     pickled_error,
-    readable,
     shortened,
     trace_of,
 )
@@ -58,19 +55,19 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
 def answer_to(error: BaseException) -> BaseException:
     """Returns the exception that an actor raises in place of one from user code.
 
-    SystemExit would end the actor, KeyboardInterrupt its event loop, and an exception that cannot be pickled would
-    arrive as an error of Ray's; each becomes a RunError that names it. Ray also formats the traceback; if a chained
-    exception prevents that, the result is a copy without the chain.
+    SystemExit would end the actor, KeyboardInterrupt its event loop, an exception that cannot be pickled would arrive
+    as an error of Ray's, and Ray ends a worker whose traceback it cannot write; each becomes a RunError that names it.
     """
-    error = readable(error)
-    sent = None if is_cancelled(error) else pickled_error(error, dumps)
-    if is_cancelled(error) or (sent is not None and can_be_traced(error)):
+    if is_cancelled(error) or (pickled_error(error, dumps) is not None and _can_be_written(error)):
         return error
-    what = encodable(named(error))
-    copy: BaseException | None = None if sent is None else pickle.loads(sent)
-    instead = copy if copy is not None and can_be_traced(copy) else RunError(what)
+    instead = RunError(named(error))
     instead.add_note(trace_of(error))
     return instead
+
+
+def _can_be_written(error: BaseException) -> bool:
+    text = "".join(traceback.format_exception(error))
+    return encodable(text) == text
 
 
 async def first_failure(refs: Sequence[Any]) -> list[Any]:
@@ -157,7 +154,7 @@ def _trace(error: BaseException, inner: BaseException) -> str:
 
 def last_words(error: BaseException) -> str:
     """Returns the line of the message of Ray, or of the service itself, that says why a process died."""
-    shown = attribute_of(error, "cause") or error
+    shown = getattr(error, "cause", None) or error
     lines = str(shown).strip().splitlines() or [type(shown).__name__]
     # Of an actor that could not even be made, such as one without this package, the message has the traceback.
     return lines[-1].strip() if _IN_CREATION in lines[0] else lines[0]

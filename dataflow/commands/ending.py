@@ -11,7 +11,6 @@ from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.system.extras import missing_extra
 from dataflow.system.secrets import redact
 from dataflow.system.stopping import stopping
-from dataflow.usercode.failures import attribute_of
 
 _LONGEST_LINE = 2000
 
@@ -103,7 +102,7 @@ def _failed(error: DataflowError) -> int:
         return 2
     print(f"{type(error).__name__}: {redact(str(error))}", file=sys.stderr)
     # First the origin of the error in the user's code (the worker's traceback), then the last complete step.
-    for note in (*attribute_of(error.__cause__, "__notes__", ()), *attribute_of(error, "__notes__", ())):
+    for note in (*getattr(error.__cause__, "__notes__", ()), *getattr(error, "__notes__", ())):
         print(redact(str(note)), file=sys.stderr)
     return 1
 

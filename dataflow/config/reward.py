@@ -154,7 +154,7 @@ class CustomRewardConfig(Section):
     path: Text | None = None
     """Python file that defines it, or pkg:// and an installed module; null uses the judge.
 
-    verl's pkg://verl.utils.reward_score is stricter on GSM8K than pkg://dataflow.rewards.user.gsm8k (verl#7274)."""
+    verl's pkg://verl.utils.reward_score is stricter on GSM8K than pkg://dataflow.rewards.gsm8k (verl#7274)."""
     name: Text = "compute_score"
     """Function or class in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import Any
 from dataflow.data.pictures import images_of
 from dataflow.errors import DataError
 from dataflow.files import decoded, no_file
-from dataflow.rewards.user.gsm8k import extract
+from dataflow.rewards.gsm8k import extract
 
 GSM8K = "openai/gsm8k"
 GENERATED = "dataflow/problems"

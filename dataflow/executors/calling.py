@@ -17,7 +17,7 @@ from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.parts import listed
 from dataflow.graph import Stage, Task, TaskId, TaskInfo
 from dataflow.usercode.copies import readable_once
-from dataflow.usercode.failures import attribute_of, message_of
+from dataflow.usercode.failures import message_of
 
 
 def fields_of(call: StageCall, values: Sequence[Any]) -> list[Any]:
@@ -295,7 +295,7 @@ def _place_in(stage: Stage, error: BaseException) -> str:
         return ""
     file = code.co_filename
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-    notes = "\n".join(map(str, attribute_of(error, "__notes__", ())))
+    notes = "\n".join(map(str, getattr(error, "__notes__", ())))
     lines += re.findall(rf'File "{re.escape(file)}", line (\d+)', notes)
     return f"{os.path.basename(file)}:{lines[-1]}" if lines else ""
 

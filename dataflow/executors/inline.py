@@ -21,7 +21,7 @@ from dataflow.executors.calling import answer, around, make_chunk, method_of, pr
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import is_ours, message_of, readable
+from dataflow.usercode.failures import is_ours, message_of
 
 
 class InlineExecutor:
@@ -104,7 +104,7 @@ class InlineExecutor:
         except BaseException as error:
             if is_ours(error):
                 raise
-            done = Done(task.id, error=readable(error))
+            done = Done(task.id, error=error)
         self._events.put_nowait(done)
 
     async def _wait(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
@@ -118,7 +118,7 @@ class InlineExecutor:
         except BaseException as error:
             if is_ours(error):
                 raise
-            done = Done(task.id, error=readable(error))
+            done = Done(task.id, error=error)
         self._waiters.pop(task.id, None)
         self._events.put_nowait(done)
 

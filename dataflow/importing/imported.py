@@ -25,7 +25,7 @@ from dataflow.importing.conversions import CONVERSIONS
 from dataflow.importing.facts import NoCounterpart
 from dataflow.importing.settings import Missing, Settings
 from dataflow.importing.values import MARK, Unknown, mark
-from dataflow.rewards.user.gsm8k import VERLS, VERLS_STRICT
+from dataflow.rewards.gsm8k import VERLS, VERLS_STRICT
 
 GRPO, PPO = "pipelines/gsm8k_grpo.py", "pipelines/ppo_critic.py"
 _SIMPLE = re.compile(r"[A-Za-z0-9_./+-]+")

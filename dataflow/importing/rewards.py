@@ -9,7 +9,7 @@ from typing import Any
 from dataflow.errors import ConfigError
 from dataflow.importing.facts import Conversion, NoCounterpart, Ours, gpus, whole_number
 from dataflow.importing.settings import Settings
-from dataflow.rewards.user.gsm8k import VERLS
+from dataflow.rewards.gsm8k import VERLS
 
 MODEL = "rm"
 """Name of the reward model that a launch of verl has, of which there is only one."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dataflow.rewards.user.results import read_number
+from dataflow.rewards.results import read_number
 from dataflow.usercode.numeric import as_float32
 
 

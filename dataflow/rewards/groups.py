@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,12 +15,12 @@ from dataflow.batch import Batch
 from dataflow.errors import DataflowError
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.requests import GroupJob, StepRequests
+from dataflow.rewards.results import read_scores, read_usage
 from dataflow.rewards.steps import Steps
-from dataflow.rewards.user.results import read_scores, read_usage
 from dataflow.usercode.calls import Call, Calls
-from dataflow.usercode.copies import is_awaitable, is_coroutine, own_copy
-from dataflow.usercode.failures import Contained, Unreadable, UserExit, attempt, readable
-from dataflow.usercode.load import describe, name_of, raised, why_unreadable
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import UserExit, attempt, contained, message_of
+from dataflow.usercode.load import describe, name_of, raised
 
 _CLOSE_S = 10.0  # time limit of close
 _LOGS = 8  # concurrent calls of the user's log
@@ -114,7 +115,7 @@ class GroupCalls:
         scores, error = attempt(read_scores, call.result, len(requests))  # it may be of the user's own class
         if error is not None:
             fix = f"return a list of {len(requests)} finite numbers"
-            self._steps.fail(state, f"{where}: '{name_of(function)}' returned {why_unreadable(error)}; {fix}.", error)
+            self._steps.fail(state, f"{where}: '{name_of(function)}' returned {message_of(error)}; {fix}.", error)
             return
         for request, score in zip(requests, scores, strict=True):
             request.score = score
@@ -172,7 +173,7 @@ def usage_of(reward: Any, tokens: int) -> Mapping[str, float]:
         raise DataflowError(raised("reward agent: stats", usage, error)) from error
     read, error = attempt(read_usage, used)
     if error is not None:
-        what = f"reward agent: stats: '{name_of(usage)}' returned {why_unreadable(error)}"
+        what = f"reward agent: stats: '{name_of(usage)}' returned {message_of(error)}"
         raise DataflowError(f"{what}; return finite numbers by name.") from error
     return {"tokens": tokens, **read}
 
@@ -188,9 +189,9 @@ async def close_reward(reward: Any) -> None:
         return
     ending, error = attempt(close)
     if error is None:
-        if not is_awaitable(ending):
+        if not inspect.isawaitable(ending):
             return
-        task = asyncio.ensure_future(Contained(ending) if is_coroutine(ending) else ending)
+        task = asyncio.ensure_future(contained(ending))
         if not (await asyncio.wait([task], timeout=_CLOSE_S))[0]:
             task.cancel()
             logger.warning("reward agent: '{}' has not closed within {:g} s.", name_of(reward), _CLOSE_S)
@@ -198,9 +199,8 @@ async def close_reward(reward: Any) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
         return
-    error = readable(error)
     if isinstance(error, UserExit) and error.__cause__ is not None:
         error = error.__cause__
-    elif isinstance(error, DataflowError) and not isinstance(error, Unreadable):
+    elif isinstance(error, DataflowError):
         raise error
     raise DataflowError(raised("reward agent", close, error)) from error

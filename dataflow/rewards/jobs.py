@@ -24,11 +24,11 @@ from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.router import router_of
 from dataflow.rewards.records import Latencies
 from dataflow.rewards.requests import Failed, Outcome, Request, Scored, ScoringJob, StepRequests
-from dataflow.rewards.user.results import read_amount, tokens_used
+from dataflow.rewards.results import read_amount, tokens_used
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import attempt
-from dataflow.usercode.load import name_of, raised, why_unreadable
+from dataflow.usercode.failures import attempt, message_of
+from dataflow.usercode.load import name_of, raised
 
 _ADMITTED = 64  # rows admitted before the event loop runs something else
 _AHEAD = 4 * _ADMITTED  # queued jobs of a step from which on no further rows are admitted
@@ -290,7 +290,7 @@ def _estimate(method: Callable[..., Any], arguments: dict[str, Any]) -> int:
     """Returns the tokens that a request is expected to use."""
     amount, error = attempt(read_amount, _result_of(method, arguments))
     if error is not None:
-        what = f"before a request is sent: '{name_of(method)}' returned {why_unreadable(error)}"
+        what = f"before a request is sent: '{name_of(method)}' returned {message_of(error)}"
         raise RewardFailed(f"{what}; return a number of 0 or more") from error
     return int(amount)
 

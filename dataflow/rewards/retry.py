@@ -11,7 +11,7 @@ from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from dataflow.errors import ConfigError
 from dataflow.system.http import THROTTLED, may_pass, seconds, wait_asked
-from dataflow.usercode.failures import attribute_of, causes_of, is_interrupt, parts_of
+from dataflow.usercode.failures import causes_of, is_interrupt, parts_of
 
 # Base classes of the errors of HTTP clients for connections that fail, break or time out; by name, so that none of
 # these packages needs to be installed.
@@ -98,7 +98,7 @@ def is_transient(error: BaseException) -> bool:
     False
     """
     for one in causes_of(error):  # clients wrap errors of their transport in their own
-        own, status = attribute_of(one, "retry"), status_of(one)
+        own, status = getattr(one, "retry", None), status_of(one)
         if isinstance(own, bool):
             return own
         if isinstance(one, BaseExceptionGroup):
@@ -130,7 +130,7 @@ def is_lost(error: BaseException) -> bool:
     A server that rejects a request for its load, or whose answer cannot be used, is not lost.
     """
     for one in causes_of(error):
-        lost, status = attribute_of(one, "lost"), status_of(one)
+        lost, status = getattr(one, "lost", None), status_of(one)
         if isinstance(lost, bool):
             return lost
         if status is not None:
@@ -146,9 +146,9 @@ def is_bad_reply(error: BaseException) -> bool:
     An error without a status says so by an attribute ``of_server``.
     """
     chain = list(causes_of(error))
-    if is_lost(error) or any(attribute_of(one, "fatal") is True for one in chain):
+    if is_lost(error) or any(getattr(one, "fatal", None) is True for one in chain):
         return False
-    return any(attribute_of(one, "of_server") is True or status_of(one) is not None for one in chain)
+    return any(getattr(one, "of_server", None) is True or status_of(one) is not None for one in chain)
 
 
 def is_throttle(error: BaseException) -> bool:
@@ -158,14 +158,14 @@ def is_throttle(error: BaseException) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status an exception carries, as aiohttp, httpx, openai, requests and Google name it."""
-    response = attribute_of(error, "response")
+    response = getattr(error, "response", None)
     for place, name in ((error, "status"), (error, "status_code"), (response, "status_code"), (response, "status")):
-        value = attribute_of(place, name)
+        value = getattr(place, name, None)
         if (
             isinstance(value, int) and 100 <= (status := int.__index__(value)) <= 599
         ):  # a subclass may override comparisons
             return status
-    code = attribute_of(error, "code")  # many unrelated errors have a code
+    code: Any = getattr(error, "code", None)  # many unrelated errors have a code
     known = isinstance(code, int) and not isinstance(error, SystemExit)
     return status if known and 400 <= (status := int.__index__(code)) <= 599 else None
 
@@ -176,12 +176,12 @@ def retry_after_s(error: BaseException) -> float:
 
 
 def _retry_after_s(error: BaseException) -> float:
-    own = attribute_of(error, "retry_after")
+    own = getattr(error, "retry_after", None)
     if isinstance(own, int | float):
         return seconds(int.__index__(own) if isinstance(own, int) else float.__float__(own))
-    for place in (error, attribute_of(error, "response")):
-        headers = attribute_of(place, "headers")
-        if attribute_of(headers, "get") is not None and (wait_s := read_retry_after(headers)):
+    for place in (error, getattr(error, "response", None)):
+        headers: Any = getattr(place, "headers", None)
+        if getattr(headers, "get", None) is not None and (wait_s := read_retry_after(headers)):
             return wait_s
     return 0.0
 

@@ -19,14 +19,14 @@ from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.limits.rates import LONG_S
 from dataflow.rewards.limits.router import Router, is_doubtful
 from dataflow.rewards.requests import Failed, JobState, Outcome, Scored, ScoringJob
+from dataflow.rewards.results import read_result, tokens_used
 from dataflow.rewards.retry import Retry, is_overload, is_throttle, is_timeout, retry_after_s, status_of
-from dataflow.rewards.user.results import read_result, tokens_used
 from dataflow.system import clock
 from dataflow.system.secrets import redact_known
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import attempt, attribute_of, is_ours, parts_of
-from dataflow.usercode.load import describe, fix_of, is_async, name_of, what_happened, why_unreadable
+from dataflow.usercode.failures import attempt, is_ours, message_of, parts_of
+from dataflow.usercode.load import describe, fix_of, is_async, name_of, what_happened
 
 
 class BadScore(ValueError):
@@ -163,7 +163,7 @@ class Scorer:
             except BaseException as bad:  # reading it may run the user's code: a tensor's, a mapping's
                 if is_ours(bad):
                     raise
-                error = BadScore(why_unreadable(bad))
+                error = BadScore(message_of(bad))
             else:
                 self._hedge.answered(self._latency_s(job, call))
                 job.server = queue.name
@@ -217,7 +217,7 @@ class Scorer:
         if elsewhere and self._resend(job, queue, now):
             return
         again, own = False, None
-        if attribute_of(error, "fatal") is not True:
+        if getattr(error, "fatal", None) is not True:
             again, own = attempt(lambda: bool(self._retry.again(error)))
         if own is not None:
             self._give_up(job, own, f"the predicate for retries raised {describe(own)}")

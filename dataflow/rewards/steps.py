@@ -27,7 +27,6 @@ from dataflow.rewards.requests import (
     Waiter,
 )
 from dataflow.system import clock
-from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.load import describe
 
 _REMEMBERED = 4096  # ended steps that keep their message for later collects
@@ -124,7 +123,7 @@ class Steps:
         self.counts["failed"] += 1
         self._failures.ended(message)
         state.last_failure = message
-        fatal = attribute_of(error, "fatal") is True
+        fatal = getattr(error, "fatal", None) is True
         if fatal or state.rule.kind == "fail":
             state.end(request, RequestState.FAILED)
             if fatal:

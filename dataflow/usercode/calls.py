@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,8 +19,7 @@ from typing import Any, TypeAlias
 from loguru import logger
 
 from dataflow.system import clock
-from dataflow.usercode.copies import is_awaitable, is_coroutine
-from dataflow.usercode.failures import TimedOut, is_interrupt, readable
+from dataflow.usercode.failures import TimedOut, is_interrupt
 from dataflow.usercode.load import is_async
 from dataflow.usercode.loop import Lookout, call_endpoint, protect, user_code
 from dataflow.usercode.threads import OnIdle, Threads
@@ -115,8 +115,6 @@ class Call:
         self.seconds = time.perf_counter() - self._clock
         on_done, self._on_done = self._on_done, None
         if on_done is not None:
-            if error is not None:
-                error = readable(error)
             self.result, self.error = result, error
             self._calls.guarded(on_done, self)
 
@@ -147,7 +145,7 @@ class Call:
     def _thread_ended(self, result: Any, error: BaseException | None) -> None:
         if self._on_done is None:
             _discard(result)
-        elif error is None and is_awaitable(result):
+        elif error is None and inspect.isawaitable(result):
             self._await(result)  # a sync function returned a coroutine: run it on the loop
             return
         self._end(result, error)
@@ -180,7 +178,7 @@ class Call:
 
 def _discard(result: Any) -> None:
     """Closes a coroutine that will not be awaited, which avoids Python's warning."""
-    if is_coroutine(result):
+    if inspect.iscoroutine(result):
         result.close()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import no_file
-from dataflow.usercode.failures import TimedOut, attribute_of, is_interrupt, message_of, parts_of, readable
+from dataflow.usercode.failures import TimedOut, is_interrupt, message_of, parts_of
 
 LABEL = "dataflow_reward_"
 """Prefix of the names of modules loaded from users' files."""
@@ -45,37 +45,27 @@ def load_file(path: str, where: str) -> ModuleType:
     Raises:
         ConfigError: the file does not exist or cannot be imported.
     """
-    if path.startswith(INSTALLED):
-        return _installed(path, where)
-    file = Path(path).expanduser()
-    if (why := no_file(file)) is not None:
-        raise ConfigError(f"{where}: {why}; give a Python file.")
-    file = file.resolve()
-    # A name by path: files of the same name must not replace each other in sys.modules.
-    label = f"{LABEL}{file.stem}_{zlib.crc32(str(file).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(label, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{where}: it is not a Python file; give one that ends in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[label] = module  # dataclasses and pickle look modules up by name
+    label = ""
     try:
+        if path.startswith(INSTALLED):
+            return importlib.import_module(path.removeprefix(INSTALLED).replace("/", "."))
+        file = Path(path).expanduser()
+        if (why := no_file(file)) is not None:
+            raise ConfigError(f"{where}: {why}; give a Python file.")
+        file = file.resolve()
+        # A name by path: files of the same name must not replace each other in sys.modules.
+        label = f"{LABEL}{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+        spec = importlib.util.spec_from_file_location(label, file)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"{where}: it is not a Python file; give one that ends in .py.")
+        module = sys.modules[label] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up
         spec.loader.exec_module(module)
     except BaseException as error:
-        del sys.modules[label]
-        if is_interrupt(error):
+        sys.modules.pop(label, None)
+        if isinstance(error, ConfigError) or is_interrupt(error):
             raise
         raise ConfigError(f"{where}: importing it raised {describe(error)}.") from error
     return module
-
-
-def _installed(path: str, where: str) -> ModuleType:
-    name = path.removeprefix(INSTALLED).replace("/", ".")
-    try:
-        return importlib.import_module(name)
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise ConfigError(f"{where}: importing it raised {describe(error)}.") from error
 
 
 def pick(module: ModuleType, name: str, where: str) -> Any:
@@ -108,26 +98,18 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def why_unreadable(error: BaseException) -> str:
-    """Returns why a value of the user's cannot be read: the words of our ValueError, or what its own code raised."""
-    return message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
-
-
 def describe(error: BaseException) -> str:
     """Returns an exception on one line: its type, message, and file and line in the user's code.
 
     For an exception group also the exceptions in it.
     """
-    error = readable(error, chained=False)
-    text = message_of(error)
-    place = place_of(error)
+    text, place = message_of(error), place_of(error)
     text = f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
     if not isinstance(error, BaseExceptionGroup):
         return text
     parts = parts_of(error)
-    named = [describe(part) for part in parts[:_NAMED]]
     more = [f"{len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
-    return f"{text}: {', '.join([*named, *more])}"
+    return f"{text}: {', '.join([*map(describe, parts[:_NAMED]), *more])}"
 
 
 def place_of(error: BaseException) -> str:
@@ -137,7 +119,7 @@ def place_of(error: BaseException) -> str:
         if not (file := frame.f_code.co_filename).startswith(_MACHINERY):
             return f"{Path(file).name}:{line}"
     # An exception from another process has no frames, but the attribute _place.
-    return str(attribute_of(error, "_place", ""))
+    return str(getattr(error, "_place", ""))
 
 
 def raised(where: str, function: Any, error: BaseException) -> str:
@@ -152,5 +134,5 @@ def what_happened(error: BaseException) -> str:
 
 def fix_of(error: BaseException) -> str:
     """Returns the fix for an exception: its attribute ``fix`` if it has one."""
-    fix = attribute_of(error, "fix")
+    fix = getattr(error, "fix", None)
     return fix if isinstance(fix, str) else "correct it, or catch the error there and return a score"

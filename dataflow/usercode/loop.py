@@ -8,7 +8,7 @@ import inspect
 from contextlib import suppress
 from typing import Any
 
-from dataflow.usercode.failures import Contained
+from dataflow.usercode.failures import contained
 
 user_code: contextvars.ContextVar[bool] = contextvars.ContextVar("dataflow_user_code", default=False)
 """Whether user code runs in this context."""
@@ -59,5 +59,5 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> as
     """Task factory of the loop."""
     context = options.get("context")
     users = user_code.get() if context is None else context.get(user_code)
-    wrapped = Contained(coroutine) if users and inspect.iscoroutine(coroutine) else coroutine
+    wrapped = contained(coroutine) if users and inspect.iscoroutine(coroutine) else coroutine
     return asyncio.Task(wrapped, loop=loop, **options)

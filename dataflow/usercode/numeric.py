@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import numbers
-import sys
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -30,15 +29,26 @@ def real_number(value: Any) -> float:
     >>> real_number(True), real_number(2)
     (1.0, 2.0)
     """
-    what = kind_of(value)
+    what, number, shape = kind_of(value), value, getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "item"):
+        if math.prod(shape) != 1:
+            raise ValueError(f"{what} of shape {tuple(shape)}")
+        kind = getattr(value.dtype, "kind", "")
+        if kind in ("m", "M"):  # item() returns some of them as integers
+            raise ValueError(f"{what} of {value.dtype}")
+        if type(value).__module__.startswith("numpy.ma") and value.mask.any():
+            raise ValueError(f"{what} whose element is masked")
+        number = value.item()
+        if kind == "O":
+            return real_number(number)
+    if isinstance(number, Enum):
+        raise ValueError(f"{what}, a member of an enumeration")
+    if not isinstance(number, numbers.Real):
+        raise ValueError(what)
     try:
-        return _read(value, what)
-    except ValueError:
-        raise
+        return float(number)
     except OverflowError as error:
         raise ValueError("a number too large for a float") from error
-    except Exception as error:  # raised by the value, such as a tensor without data
-        raise ValueError(f"{what} that cannot be read as a number ({type(error).__name__})") from error
 
 
 def count_of(value: Any) -> int | None:
@@ -79,35 +89,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(v) for v in value]
     return value
-
-
-def _read(value: Any, what: str) -> float:
-    shape = getattr(value, "shape", None)
-    if shape is not None and hasattr(value, "item"):
-        if math.prod(shape) != 1:
-            raise ValueError(f"{what} of shape {tuple(shape)}")
-        if _is_masked(value):
-            raise ValueError(f"{what} whose element is masked")
-        kind = getattr(getattr(value, "dtype", None), "kind", "")
-        if kind in ("m", "M"):  # item() returns some of them as integers
-            raise ValueError(f"{what} of {value.dtype}")
-        value = value.item()
-        if kind == "O" and hasattr(value, "item"):
-            return _read(value, what)
-    if isinstance(value, Enum):
-        raise ValueError(f"{what}, a member of an enumeration")
-    # A subclass may override __float__ with another number.
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, int):
-        return int.__float__(value)
-    if not isinstance(value, numbers.Real):
-        raise ValueError(what)
-    return float(value)
-
-
-def _is_masked(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ma.MaskedArray):
-        return False
-    return bool(numpy.ma.getmaskarray(value).any())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dataflow.rewards.user.managers import Manager
-from dataflow.rewards.user.results import read_result
+from dataflow.rewards.managers import Manager
+from dataflow.rewards.results import read_result
 
 
 class Clipped(Manager):

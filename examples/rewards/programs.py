@@ -6,7 +6,7 @@ import asyncio
 
 from dataflow.batch import Batch
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.user.sandbox import Sandbox
+from dataflow.rewards.sandbox.manager import Sandbox
 
 CASES = {"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3", "7"]}
 RESPONSES = [

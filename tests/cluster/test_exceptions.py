@@ -1,4 +1,4 @@
-"""Stages that raise exceptions which end a process, or cannot be read or sent: the run fails with a clear error."""
+"""Stages that raise exceptions which end a process, or cannot be sent: the run fails with a clear error."""
 
 from __future__ import annotations
 
@@ -19,14 +19,6 @@ from dataflow.timeline.spans import Trace
 pytestmark = [pytest.mark.timeout(120), pytest.mark.shares_ray]
 
 
-class Unreadable(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-    def __getattr__(self, name: str) -> Any:
-        raise KeyboardInterrupt(name)
-
-
 class TwoArguments(Exception):
     """One that can be pickled and not be read again."""
 
@@ -36,11 +28,9 @@ class TwoArguments(Exception):
 
 RAISED = [
     (lambda: SystemExit(3), "SystemExit: 3"),
-    (lambda: KeyboardInterrupt("stop"), "KeyboardInterrupt: stop"),
     (lambda: GeneratorExit(), "GeneratorExit"),
     (lambda: asyncio.CancelledError(), "CancelledError"),
     (lambda: StopIteration(1), "StopIteration"),
-    (lambda: Unreadable(), "Unreadable: its __str__ raised ValueError"),
     (lambda: TwoArguments(1, 2), "TwoArguments: 1 and 2"),
     (lambda: ValueError("x" * 100_000_000), "ValueError: xxx"),
 ]
@@ -101,9 +91,9 @@ def test_inline(stage_: Any, which: int) -> None:
 def test_ray(local_ray: None) -> None:
     from dataflow.executors.ray import RayExecutor
 
-    cases = (0, 1, 3, 5, 6)
+    cases = (0, 2, 4)
     stages = [later.bind(which=which) for which in cases]
-    *messages, chained = failures_of([*stages, behind_a_cause.bind(which=5)], RayExecutor(num_cpus=2))
+    *messages, chained = failures_of([*stages, behind_a_cause.bind(which=4)], RayExecutor(num_cpus=2))
     for which, message in zip(cases, messages, strict=True):
         assert RAISED[which][1] in message
     assert "the call failed" in chained

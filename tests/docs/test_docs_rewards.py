@@ -29,8 +29,8 @@ from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.failure import KINDS
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.metrics import COUNTED, GAUGED
+from dataflow.rewards.results import RESERVED
 from dataflow.rewards.retry import _TRANSPORT, is_transient
-from dataflow.rewards.user.results import RESERVED
 from dataflow.running.services.agent import build_agent
 from dataflow.testing.options import TABLES, option_table
 
@@ -158,7 +158,7 @@ def test_runs_have_valid_options_and_agents_that_can_be_built(
     pipeline = load_pipeline_file(words[2])
     monkeypatch.setenv("JUDGE_KEY", "secret")
     monkeypatch.setattr("dataflow.running.services.agent.load_tokenizer", lambda path, where: object())
-    monkeypatch.setattr("dataflow.rewards.user.processes.Pool.start", lambda self: None)
+    monkeypatch.setattr("dataflow.rewards.processes.Pool.start", lambda self: None)
     if words[3:] == ["--keys"]:
         return
     config = parse_overrides(pipeline.Config, words[3:])

@@ -17,8 +17,8 @@ from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import parse_overrides
 from dataflow.rewards.naming import JUDGE
 from dataflow.rewards.sandbox import local
+from dataflow.rewards.sandbox.manager import Sandbox
 from dataflow.rewards.sandbox.outcome import Status
-from dataflow.rewards.user.sandbox import Sandbox
 from dataflow.running.services.agent import check_reward
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,8 +15,8 @@ from dataflow.config.reward import RewardConfig
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.managers import build_manager
 from dataflow.rewards.models.http_router import HttpRouter, RoutedModel
-from dataflow.rewards.user.build import build_manager
 from dataflow.running.services.agent import build_agent
 from tests.docs.test_docs_rewards import batch, rewards, run
 from tests.rigs.reward_servers import servers

@@ -19,8 +19,8 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.user.build import build_manager
-from dataflow.rewards.user.function import build_reward, load_reward
+from dataflow.rewards.functions import build_reward, load_reward
+from dataflow.rewards.managers import build_manager
 from tests.faults.rig.samples import check, graded, run, samples
 from tests.faults.rig.server import FaultServer
 

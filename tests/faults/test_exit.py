@@ -26,9 +26,9 @@ import asyncio, sys
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.user.function import build_reward, load_reward
+from dataflow.rewards.functions import build_reward, load_reward
 from dataflow.rewards.ledger import Ledger
-from dataflow.rewards.user.build import build_manager
+from dataflow.rewards.managers import build_manager
 
 HERE, ENDING, *KINDS = sys.argv[1:]
 

@@ -18,7 +18,7 @@ from dataflow.importing.imported import Imported, as_text
 from dataflow.importing.settings import defaults, of_launch
 from dataflow.importing.source import import_launch
 from dataflow.importing.values import mark
-from dataflow.rewards.user.gsm8k import VERLS_STRICT
+from dataflow.rewards.gsm8k import VERLS_STRICT
 from pipelines import gsm8k_grpo, ppo_critic
 from tests.importing.launches import GRPO, PPO, PUBLISHED, RLOO, filled
 

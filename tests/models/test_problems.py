@@ -7,7 +7,7 @@ import pytest
 
 from dataflow.errors import DataError
 from dataflow.models.problems import ITEMS, NAMES, STORIES, apply, generate, held_out, solve
-from dataflow.rewards.user.gsm8k import extract
+from dataflow.rewards.gsm8k import extract
 
 
 def test_the_same_seed_makes_the_same_problems_and_another_seed_others():

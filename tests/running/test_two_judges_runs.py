@@ -13,7 +13,7 @@ from dataflow.cli import main
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
-from dataflow.rewards.user.gsm8k import compute_score
+from dataflow.rewards.gsm8k import compute_score
 from dataflow.running.resume import check_changes
 from dataflow.samples.files import file_of, read
 from dataflow.timeline import perfetto

@@ -9,7 +9,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.graph import TaskInfo
-from dataflow.rewards.user.gsm8k import compute_score
+from dataflow.rewards.gsm8k import compute_score
 from dataflow.stages.validate import mean_scores, val_check
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -14,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from dataflow.rewards.functions import FIELDS
 from dataflow.rewards.judge.server import start_judge
-from dataflow.rewards.user.function import FIELDS
-from dataflow.rewards.user.processes import Pool
-from dataflow.rewards.user.worker import Recipe
+from dataflow.rewards.processes import Pool, Recipe
 from dataflow.system import children
 from tests.rigs.interrupted import SLOW, interrupt
 from tests.rigs.listening import Listener, check
@@ -105,21 +103,12 @@ def judge(_reward: str) -> None:
         pass
 
 
-def spawn(reward: str, method: str = "spawn") -> None:
-    workers = Pool(Recipe(reward, "compute_score"), 1, method)
+def spawn(reward: str) -> None:
+    workers = Pool(Recipe(reward, "compute_score"), 1)
     try:
         assert asyncio.run(workers.call(dict.fromkeys(FIELDS, "x"))) == [True, None]
     finally:
         workers.close()
-
-
-def forkserver(reward: str) -> None:
-    server = multiprocessing.forkserver._forkserver
-    server._stop()  # another test's, which was started elsewhere
-    try:
-        spawn(reward, "forkserver")
-    finally:
-        server._stop()
 
 
 def command(_reward: str) -> None:
@@ -128,7 +117,7 @@ def command(_reward: str) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("start", [judge, spawn, forkserver, command])
+@pytest.mark.parametrize("start", [judge, spawn, command])
 def test_no_process_of_ours_imports_from_the_working_directory(
     trapped: Callable[[], list[str]], tmp_path: Path, start: Callable[[str], None]
 ) -> None:

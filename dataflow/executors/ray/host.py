@@ -28,7 +28,7 @@ from dataflow.system.address import family_of
 from dataflow.system.children import restore_path
 from dataflow.system.secrets import redact_logs
 from dataflow.usercode.copies import is_immutable
-from dataflow.usercode.failures import Contained
+from dataflow.usercode.failures import contained
 from dataflow.usercode.pickling import why_not_pickled
 
 NOT_RUN = b""
@@ -227,7 +227,7 @@ class WaitingHost(Host):
             chunks.put_nowait(replace(chunk, values=tuple(Sent.of(value).kept() for value in chunk.values)))
 
         stage, arguments, keywords, info = self._prepare(call, values, emit)
-        running = asyncio.ensure_future(Contained(_within(stage, info, arguments, keywords)))
+        running = asyncio.ensure_future(contained(_within(stage, info, arguments, keywords)))
         running.add_done_callback(lambda _running: chunks.put_nowait(None))
         try:
             while (event := await chunks.get()) is not None:

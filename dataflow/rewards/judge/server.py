@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, DataflowError, RunError
+from dataflow.rewards.gsm8k import compute_score
 from dataflow.rewards.judge.rubric import estimate, read_messages
-from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.system.address import host_port, listening
 from dataflow.system.children import command
 from dataflow.system.loopback import ADDRESS

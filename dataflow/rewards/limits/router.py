@@ -38,7 +38,6 @@ from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.queues import EndpointQueue
 from dataflow.rewards.retry import is_bad_reply, is_lost, retry_after_s
 from dataflow.system import clock
-from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.loop import call_endpoint
 
 FAILURES = 3
@@ -367,7 +366,7 @@ def is_doubtful(error: BaseException) -> bool:
 
 def router_of(reward: Any) -> Router | None:
     """Returns the router of a reward object, if it has one."""
-    found = attribute_of(reward, "router")
+    found = getattr(reward, "router", None)
     return found if isinstance(found, Router) else None
 
 

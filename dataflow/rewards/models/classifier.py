@@ -15,7 +15,7 @@ from dataflow.rewards.judge.client import Client, JudgeError, addresses
 from dataflow.rewards.judge.rubric import estimate, question_of
 from dataflow.rewards.limits.router import Router, Routing
 from dataflow.rewards.models.conversation import Renderer, messages_of
-from dataflow.rewards.user.results import read_number
+from dataflow.rewards.results import read_number
 from dataflow.system.address import without_login
 from dataflow.system.http import short
 from dataflow.usercode.numeric import count_of

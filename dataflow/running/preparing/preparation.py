@@ -17,8 +17,8 @@ from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, NotChecked, UserError, counted
 from dataflow.graph import Hosted, TaskGraph
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
+from dataflow.rewards.managers import scores_alone
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
-from dataflow.rewards.user.build import scores_alone
 from dataflow.running.auto import load_schedule
 from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check, Checks

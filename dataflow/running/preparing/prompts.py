@@ -16,8 +16,8 @@ from dataflow.errors import ConfigError, DataError, NotChecked, counted
 from dataflow.executors.inputs import Ahead
 from dataflow.models.processor import takes_images
 from dataflow.rewards.failure import FailureRule, parse_rule
+from dataflow.rewards.managers import build_manager, scores_alone
 from dataflow.rewards.naming import MAIN
-from dataflow.rewards.user.build import build_manager, scores_alone
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.services.hosting import check_room, circumstances

@@ -17,9 +17,9 @@ from dataflow.data.rows import GSM8K, IMAGES
 from dataflow.errors import counted
 from dataflow.models.directory import chat_template
 from dataflow.planning.auto.controller import LEAST_LEFT, MEASURED
+from dataflow.rewards.functions import CONTEXT, load_reward, takes
+from dataflow.rewards.gsm8k import VERLS, VERLS_STRICT
 from dataflow.rewards.naming import MAIN, keyed
-from dataflow.rewards.user.function import CONTEXT, load_reward, takes
-from dataflow.rewards.user.gsm8k import VERLS, VERLS_STRICT
 from dataflow.running.preparing.toy import toy_settings
 from dataflow.running.services.hosting import engine_kind
 

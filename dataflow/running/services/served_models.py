@@ -21,14 +21,14 @@ from dataflow.files import no_file
 from dataflow.models.directory import chat_template, check_chat, check_classifier, room_of
 from dataflow.models.head import labels_of
 from dataflow.models.tokenizer import load_tokenizer
+from dataflow.rewards.functions import load_reward, takes
+from dataflow.rewards.managers import scores_alone
 from dataflow.rewards.models.conversation import check_template, read_template
 from dataflow.rewards.models.gpus import VISIBLE, GpuPlan, Wanted, plan_gpus, visible_gpus
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.router_keeper import RouterKeeper
 from dataflow.rewards.models.site import Site
 from dataflow.rewards.naming import keyed
-from dataflow.rewards.user.build import scores_alone
-from dataflow.rewards.user.function import load_reward, takes
 from dataflow.running.services.colocation import flag_of, sleepers_of
 from dataflow.running.services.hosting import REWARD, gpus_of
 from dataflow.running.services.nodes import CONTROLLER, on_cluster

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.rewards.user import gsm8k
+from dataflow.rewards import gsm8k
 from dataflow.tools.formats import Hermes
 from dataflow.tools.toolbox import without
 

@@ -11,9 +11,9 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError, RewardFailed
+from dataflow.rewards.managers import build_manager, scores_alone
 from dataflow.rewards.naming import JUDGE, SERVED
-from dataflow.rewards.user.build import build_manager, scores_alone
-from dataflow.rewards.user.sandbox import Sandbox
+from dataflow.rewards.sandbox.manager import Sandbox
 from dataflow.running.services.agent import build_agent, check_reward
 from tests.rewards.sandbox.service import serving
 
@@ -168,7 +168,7 @@ def test_an_agent_scores_with_it_and_a_failing_service_fails_the_request() -> No
         ({"score": "al"}, "score 'al' is unknown; did you mean 'all'"),
         ({"language": "cpp"}, "language=cpp on linux; without a service only python is run"),
         ({"url": "nowhere"}, "url=nowhere is not an address"),
-        ({"memory": 1}, "takes no option 'memory'"),
+        ({"memory": 1}, "unexpected keyword argument 'memory'"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(options: dict[str, Any], said: str) -> None:

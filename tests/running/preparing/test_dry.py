@@ -14,7 +14,7 @@ import pytest
 from dataflow.cli import main
 from dataflow.config.loading.saved import load
 from dataflow.errors import counted
-from dataflow.rewards.user.gsm8k import VERLS_STRICT
+from dataflow.rewards.gsm8k import VERLS_STRICT
 from dataflow.running import dry as dry_run
 from dataflow.running.preparing import needs
 from dataflow.running.preparing.check import make_all

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.user.build import build_manager
-from dataflow.rewards.user.managers import LengthUnknown
-from dataflow.rewards.user.verl_manager import InexactResponse, row_of
+from dataflow.rewards.managers import InexactResponse, LengthUnknown, build_manager, row_of
 from dataflow.usercode.load import is_async, name_of
 
 pytestmark = pytest.mark.timeout(120)

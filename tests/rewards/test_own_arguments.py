@@ -10,10 +10,9 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.reward_agent import Limits, Retry, RewardAgent
+from dataflow.rewards.functions import build_reward
 from dataflow.rewards.ledger import Ledger
-from dataflow.rewards.user.build import build_manager
-from dataflow.rewards.user.function import build_reward
-from dataflow.rewards.user.managers import Manager
+from dataflow.rewards.managers import Manager, build_manager
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)

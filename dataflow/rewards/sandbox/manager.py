@@ -13,14 +13,12 @@ from dataflow.rewards.sandbox.cases import BadCases, Case, cases_of, code_of
 from dataflow.rewards.sandbox.local import WALL, LocalSandbox
 from dataflow.rewards.sandbox.outcome import Outcome
 from dataflow.rewards.sandbox.remote import RemoteSandbox
-from dataflow.rewards.user.managers import register
 
 SCORES = ("share", "all")
 _EXPLAINED = 500  # characters
 _LARGEST = 1 << 24  # of a number among the options
 
 
-@register("sandbox")
 class Sandbox:
     """Scores the program in a response, in place of a reward function, on the test cases of the ground truth.
 

@@ -1,4 +1,4 @@
-"""Reads the result of a reward function: a score that can be trained on, and extra columns."""
+"""Reads what a reward function and its methods return: scores that can be trained on, and extra columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import attempt
 from dataflow.usercode.numeric import LARGEST_SCORE, count_of, kind_of, real_number
 
 RESERVED = frozenset({
@@ -17,6 +16,7 @@ RESERVED = frozenset({
 """Columns of the rollout and of the request, which a reward must not return."""
 
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
+"""Iterating over these yields characters, bytes, keys, or values in no order."""
 
 
 def read_number(value: Any) -> float:
@@ -31,14 +31,24 @@ def read_number(value: Any) -> float:
     return number
 
 
+def read_amount(value: Any) -> float:
+    """Returns a number of 0 or more, such as an estimate of tokens.
+
+    Raises:
+        ValueError: the value is not such a number; the message names what it is.
+    """
+    number = read_number(value)
+    if number < 0:
+        raise ValueError(f"{number:g}")
+    return number
+
+
 def read_score(value: Any) -> float:
     """Returns a score as float, as :func:`read_number` does.
 
     Raises:
         ValueError: the value is not a finite number, or is so large that its advantages may not be; with what it is.
     """
-    if type(value) is float and -LARGEST_SCORE <= value <= LARGEST_SCORE:
-        return value  # a fast path for most values
     number = read_number(value)
     if abs(number) > LARGEST_SCORE:
         raise ValueError(f"{number:g}, outside of ±{LARGEST_SCORE:g}, where float32 may hold no finite advantages")
@@ -55,64 +65,11 @@ def read_scores(scores: Any, count: int) -> list[float]:
     Raises:
         ValueError: the value has another type or length, or contains something that is not a number.
     """
-    what = kind_of(scores)
-    try:
-        shape = getattr(scores, "shape", None)
-        if shape == ():
-            raise ValueError(f"{what} of one number")
-        # Iterating over these yields keys, names of columns, bytes or unordered values.
-        table = shape is not None and len(shape) > 1 and hasattr(scores, "keys")
-        if table or not hasattr(scores, "__len__") or isinstance(scores, _NO_LISTS):
-            raise ValueError(what)
-        if len(scores) != count:
-            raise ValueError(f"{len(scores)} scores for {count} samples")
-        return [read_score(score) for _, score in zip(range(count), scores, strict=True)]
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{what} that cannot be read ({type(error).__name__})") from error
-
-
-def tokens_used(result: Any) -> int | None:
-    """Returns the tokens that a call used, by the column ``tokens`` of its result, which may be of any kind.
-
-    Returns:
-        None if there is no such column, or it is no count: it may be anything, such as the tokens themselves.
-    """
-    if not issubclass(type(result), Mapping):
-        return None
-    used, error = attempt(lambda: count_of(result.get("tokens")))
-    return None if error is not None else used
-
-
-def read_usage(usage: Any) -> dict[str, float]:
-    """Returns the result of a reward's method ``usage``: finite numbers by name.
-
-    Raises:
-        ValueError: the result has another form.
-    """
-    if not isinstance(usage, Mapping):
-        raise ValueError(kind_of(usage))
-    read = {}
-    for name, value in usage.items():
-        try:
-            number = read_number(value)
-            read[name] = value if type(value) is int else number
-        except ValueError as error:
-            raise ValueError(f"a dict whose {name!r} is {error}") from error
-    return read
-
-
-def read_amount(value: Any) -> float:
-    """Returns a number of 0 or more, such as an estimate of tokens.
-
-    Raises:
-        ValueError: the value is not such a number; the message names what it is.
-    """
-    number = read_number(value)
-    if number < 0:
-        raise ValueError(f"{number:g}")
-    return number
+    if isinstance(scores, _NO_LISTS) or not hasattr(scores, "__len__") or getattr(scores, "shape", None) == ():
+        raise ValueError(kind_of(scores))
+    if len(scores) != count:
+        raise ValueError(f"{len(scores)} scores for {count} samples")
+    return [read_score(score) for score in scores]
 
 
 def read_result(result: Any) -> tuple[float, dict[str, Any]]:
@@ -124,8 +81,6 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     >>> read_result((1, "2 + 2?", "right"))
     (1.0, {'query': '2 + 2?', 'explanation': 'right'})
     """
-    if type(result) is float:
-        return read_score(result), {}
     if isinstance(result, Mapping):
         if "score" not in result:
             raise ValueError(f"a dict without 'score' (keys: {', '.join(map(repr, result)) or 'none'})")
@@ -144,8 +99,28 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     return read_score(result), {}
 
 
-def _part(value: Any, where: str) -> float:
+def tokens_used(result: Any) -> int | None:
+    """Returns the tokens that a call used, by the column ``tokens`` of its result, which may be of any kind.
+
+    Returns:
+        None if there is no such column, or it is no count: it may be anything, such as the tokens themselves.
+    """
+    return count_of(result.get("tokens")) if isinstance(result, Mapping) else None
+
+
+def read_usage(usage: Any) -> dict[str, float]:
+    """Returns the result of a reward's method ``usage``: finite numbers by name.
+
+    Raises:
+        ValueError: the result has another form.
+    """
+    if not isinstance(usage, Mapping):
+        raise ValueError(kind_of(usage))
+    return {name: _part(value, f"a dict whose {name!r} is", read_number) for name, value in usage.items()}
+
+
+def _part(value: Any, where: str, read: Any = read_score) -> float:
     try:
-        return read_score(value)
+        return float(read(value))
     except ValueError as error:
         raise ValueError(f"{where} {error}") from error

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,11 @@ import pytest
 
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
-from dataflow.rewards.user import managers
-from dataflow.rewards.user.build import build_manager
-from dataflow.rewards.user.function import build_reward, load_reward
-from dataflow.rewards.user.managers import LengthUnknown, Manager, register
+from dataflow.rewards.functions import build_reward, load_reward
+from dataflow.rewards.managers import MANAGERS, LengthUnknown, Manager, build_manager
 from dataflow.usercode.load import is_async, name_of
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    """Removes the managers that a test registers."""
-    before = dict(managers.MANAGERS)
-    yield
-    managers.MANAGERS.clear()
-    managers.MANAGERS.update(before)
 
 
 class Full:
@@ -190,7 +178,7 @@ def test_rate_limited_declares_its_limits() -> None:
 
 FILE = """
 import os
-from dataflow.rewards.user.managers import Manager, register
+from dataflow.rewards.managers import Manager
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, add=0):
     return {"score": float(ground_truth) + add, "pid": os.getpid()}
@@ -210,9 +198,6 @@ class Doubled(Manager):
         self.times = times
     def finish(self, result, arguments):
         return result * self.times
-
-@register("doubled")
-class Registered(Doubled): pass
 
 class Own:
     def __init__(self, compute_score): self.inner = compute_score
@@ -271,20 +256,12 @@ def test_remote_passes_on_the_reward_object_of_this_process(path: str) -> None:
 def test_a_users_own_manager(path: str) -> None:
     assert score(build_manager("Doubled", plain, path)) == 2
     assert score(build_manager("Doubled", plain, path, times=5)) == 5
-    assert score(build_manager("doubled", plain, path)) == 2
-    assert score(build_manager("doubled", plain, path)) == 2  # loaded twice
-    assert score(build_manager("doubled", plain)) == 2  # registered by now
     assert score(build_manager("Own", plain, path)) == 2
 
 
 def test_the_managers_of_the_package_are_those_that_the_configuration_lists() -> None:
     described = RewardConfig.model_fields["manager"].description or ""
-    assert all(re.search(rf"\b{name}\b", described) for name in managers.MANAGERS)
-
-
-def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ConfigError, match="'naive' is Naive already; register it by another name"):
-        register("naive")(Full)
+    assert all(re.search(rf"\b{name}\b", described) for name in MANAGERS)
 
 
 def test_managers_that_cannot_be(path: str, tmp_path: Path) -> None:
@@ -296,10 +273,22 @@ def test_managers_that_cannot_be(path: str, tmp_path: Path) -> None:
         (("x", plain, str(tmp_path / "none.py")), {}, "there is no such file"),
         (("number", plain, path), {}, "reward manager 'number' is an int; give a class"),
         (("Wrong", plain, path), {}, "reward manager 'Wrong' cannot be built: RuntimeError: no (mine.py:"),
-        (("Empty", plain, path), {}, "class 'Empty' has neither compute_score nor verl's run_single"),
-        (("naive", plain), {"log": True}, "reward manager 'naive' takes no option 'log'; it takes none."),
-        (("rate_limited", plain), {"max_rmp": 3}, "takes no option 'max_rmp'; did you mean 'max_rpm'?"),
-        (("dapo", plain), {"max_response_length": 3}, "reward manager 'dapo' needs the option 'overlong_buffer_len'"),
+        (("Empty", plain, path), {}, "'Empty': its class has neither compute_score nor verl's run_single"),
+        (
+            ("naive", plain),
+            {"log": True},
+            "unexpected keyword argument 'log'; its options (reward.manager_kwargs) are none.",
+        ),
+        (
+            ("rate_limited", plain),
+            {"max_rmp": 3},
+            "'max_rmp'; its options (reward.manager_kwargs) are max_concurrent, max_rpm,",
+        ),
+        (
+            ("dapo", plain),
+            {"max_response_length": 3},
+            "'dapo': missing a required argument: 'overlong_buffer_len'",
+        ),
         (
             ("dapo", plain),
             {**DAPO, "overlong_buffer_len": 11},
@@ -324,7 +313,7 @@ def test_managers_that_cannot_be(path: str, tmp_path: Path) -> None:
 
 def test_a_manager_is_light() -> None:
     code = (
-        "import sys, dataflow.rewards.user.build as m; m.build_manager('naive', print)\n"
+        "import sys, dataflow.rewards.managers as m; m.build_manager('naive', print)\n"
         "print([name for name in ('torch', 'verl', 'ray', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

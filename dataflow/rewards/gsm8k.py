@@ -9,22 +9,17 @@ from dataflow.errors import ConfigError, DataError, nearest
 
 # A minus directly after a digit, a letter or a closing bracket is an operator ("10-5"), not a sign.
 _SIGN = r"(?:(?<![\w)\]])[-\u2212])?"
-_WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])|[0-9]+)"
+# Few groups, so that a search takes linear time also in "1,23,23,23...".
+_WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{2,3}){0,9},[0-9]{3}(?![0-9])|[0-9]+)"
 _NUMBER = rf"{_SIGN}\$?{_SIGN}(?:{_WHOLE}(?:\.[0-9]+)?|\.[0-9]+)"
-# The same pattern in parts, for a search in linear time: a number up to its first comma or point, the groups of digits
-# that may follow, and the fraction.
-_BEGIN = re.compile(rf"{_SIGN}\$?{_SIGN}(?:([0-9]+)|\.[0-9]+)")
-_GROUPS = re.compile(r"(?:,[0-9]{2,3}(?![0-9]))+")
-_FRACTION = re.compile(r"\.[0-9]+")
-_DIGITS = "0123456789"
-_CHARACTERS = f"{_DIGITS},.$-\u2212"
+_ANYWHERE = re.compile(_NUMBER)
 # "#### 12,34" is not a number: the match must not be followed by more digits.
 _MARKED = re.compile(rf"####[ \t]*({_NUMBER})(?![0-9]|[,.][0-9])")
 METHODS = ("strict", "flexible")
 VERLS = "pkg://verl.utils.reward_score"
 VERLS_STRICT = (
     "verl's default_compute_score gives 0 to a right answer to GSM8K behind which 300 characters follow, and to "
-    "'#### 42.' and '#### $42' (verl#7274); custom_reward_function.path=pkg://dataflow.rewards.user.gsm8k "
+    "'#### 42.' and '#### $42' (verl#7274); custom_reward_function.path=pkg://dataflow.rewards.gsm8k "
     "custom_reward_function.name=compute_score counts them"
 )
 """What verl's own function does with the data source openai/gsm8k; its verl is 0.9.1."""
@@ -51,10 +46,7 @@ def extract(text: str, method: str = "strict") -> str | None:
     if method not in METHODS:
         hint = nearest(str(method), METHODS) or "; use strict or flexible."
         raise ConfigError(f"gsm8k: unknown extraction method {method!r}{hint}")
-    if method == "flexible":
-        number = _last(text)
-        return None if number is None else _plain(number)
-    found = _MARKED.findall(text)
+    found = (_MARKED if method == "strict" else _ANYWHERE).findall(text)
     return _plain(found[-1]) if found else None
 
 
@@ -95,37 +87,6 @@ def compute_score(
     if answer is None:
         return 0.0
     return float(score if answer == truth else format_score)
-
-
-def _last(text: str) -> str | None:
-    """Returns the last number that ``_NUMBER`` matches in a text.
-
-    The pattern itself takes quadratic time for ``1,23,23,23...``: 23 s for 100,000 characters.
-    """
-    end = max(map(text.rfind, _DIGITS)) + 1
-    if not end:
-        return None
-    # Only the last run of characters that occur in numbers needs to be searched.
-    at = len(text[:end].rstrip(_CHARACTERS))
-    barren = last = -1  # no number with groups ends before the first; the last number begins at the second
-    while at < end and (found := _BEGIN.search(text, at, end)):
-        last, at = found.start(), found.end()
-        if found[1] and len(found[1]) <= 3 and at >= barren and (groups := _GROUPS.match(text, at, end)):
-            whole = _whole_groups(groups[0])
-            if not whole:
-                barren = groups.end()
-            at += whole
-        if found[1] and (fraction := _FRACTION.match(text, at, end)):
-            at = fraction.end()
-    return text[last:at]
-
-
-def _whole_groups(groups: str) -> int:
-    """Returns how many characters of ``,23,456,78`` belong to a number: those up to the last group of three digits."""
-    end = len(groups)
-    while end and groups[end - 4] != ",":
-        end -= 3
-    return end
 
 
 def _plain(number: str) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import ConfigError, DataError
-from dataflow.rewards.user.gsm8k import compute_score, extract
+from dataflow.rewards.gsm8k import compute_score, extract
 
 GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.user.function import build_reward, find_reward, load_reward
-from dataflow.rewards.user.results import read_number, read_result
+from dataflow.rewards.functions import build_reward, find_reward, load_reward
+from dataflow.rewards.results import read_number, read_result
 from dataflow.usercode.load import describe, is_async, name_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,12 +32,6 @@ import functools
 def plain(data_source, solution_str, ground_truth, extra_info=None):
     return data_source, solution_str, ground_truth
 
-def by_order(a, b, c, d, /):
-    return a, b, c
-
-def part_by_order(a, b, /, *rest, factor=1):
-    return a, b, rest[0]
-
 def keywords(**kwargs):
     return kwargs["data_source"], kwargs["solution_str"], kwargs["ground_truth"]
 
@@ -47,9 +41,6 @@ def anything(*args, **kwargs):
 
 async def later(data_source, solution_str, ground_truth, extra_info):
     return plain(data_source, solution_str, ground_truth)
-
-async def later_by_order(a, b, c, d, /):
-    return a, b, c
 
 def more(data_source, solution_str, ground_truth, extra_info, suffix):
     return data_source, solution_str, ground_truth
@@ -75,11 +66,6 @@ class OfClass:
     def compute_score(cls, data_source, solution_str, ground_truth, extra_info):
         return plain(data_source, solution_str, ground_truth)
 
-class Ordered:
-    def compute_score(self, a, b, c, d, /):
-        return a, b, c
-    def close(self): return "closed"
-
 class Called:
     def __call__(self, data_source, solution_str, ground_truth, extra_info):
         return plain(data_source, solution_str, ground_truth)
@@ -90,9 +76,9 @@ class CalledLate:
 
 called, called_late, ready, ready_late = Called(), CalledLate(), Sync(), Late()
 """
-SYNC = ["plain", "by_order", "part_by_order", "keywords", "anything", "filled", "called", "ready"]
-SYNC += ["Sync", "Static", "OfClass", "Ordered"]
-ASYNC = ["later", "later_by_order", "late_filled", "Late", "called_late", "ready_late"]
+SYNC = ["plain", "keywords", "anything", "filled", "called", "ready"]
+SYNC += ["Sync", "Static", "OfClass"]
+ASYNC = ["later", "late_filled", "Late", "called_late", "ready_late"]
 
 CONTEXT_FORMS = """
 from functools import partial
@@ -108,9 +94,6 @@ def all_of_them(data_source, solution_str, ground_truth, extra_info, **kwargs):
 
 def none(data_source, solution_str, ground_truth, extra_info):
     return "none"
-
-def by_order(a, b, c, d, /, *, reward_router_address):
-    return reward_router_address
 
 class Method:
     def compute_score(self, data_source, solution_str, ground_truth, extra_info, reward_router_address):
@@ -151,12 +134,9 @@ def test_each_form_of_reward_is_called_alike(tmp_path: Path, name: str) -> None:
 
 def test_names_stay_the_users(tmp_path: Path) -> None:
     path = write(tmp_path / "forms.py", FORMS)
-    names = {name: name_of(build_reward(load_reward(path, name))) for name in ("plain", "by_order", "later_by_order")}
-    assert all(name == shown for name, shown in names.items())
     assert name_of(build_reward(load_reward(path, "filled"))) == "more"
-    ordered = build_reward(load_reward(path, "Ordered"))
-    assert name_of(ordered.compute_score) == "compute_score"
-    assert ordered.close() == "closed"
+    sync = build_reward(load_reward(path, "Sync"))
+    assert name_of(sync.compute_score) == "compute_score"
 
 
 def test_the_context_is_passed_to_functions_that_accept_it(tmp_path: Path) -> None:
@@ -172,7 +152,6 @@ def test_the_context_is_passed_to_functions_that_accept_it(tmp_path: Path) -> No
     assert call("all_of_them", BOTH) == [("reward_model_tokenizer", "tokenizer"), ("reward_router_address", "h:1")]
     assert call("all_of_them", {}) == []
     assert call("none", BOTH) == "none"
-    assert call("by_order", BOTH) == "h:1"
     assert call("Method", BOTH) == "h:1"
     assert call("Made", BOTH, scale=2) == (2, "h:1", {})
     assert call("Made", {}, scale=2, reward_router_address="mine") == (2, "mine", {})
@@ -183,7 +162,7 @@ def test_the_context_is_passed_to_functions_that_accept_it(tmp_path: Path) -> No
     assert not hasattr(kept, "log")
 
 
-@pytest.mark.parametrize("name", ["named", "by_order", "Method", "Made"])
+@pytest.mark.parametrize("name", ["named", "Method", "Made"])
 def test_a_context_that_lacks_what_is_needed(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "context.py", CONTEXT_FORMS)
     kwargs = {"scale": 2} if name == "Made" else {}
@@ -211,7 +190,7 @@ def test_keywords_of_the_users_own(tmp_path: Path) -> None:
     )
     for name, kwargs, score in (("Mine", {"add": 5}, 8), ("scored", {"factor": 2}, 6), ("ready", {"factor": 3}, 9)):
         assert scored(build_reward(load_reward(path, name, kwargs), kwargs)) == score
-    assert scored(build_reward(find_reward("dataflow.rewards.user.gsm8k:compute_score"))) == 0
+    assert scored(build_reward(find_reward("dataflow.rewards.gsm8k:compute_score"))) == 0
     with pytest.raises(ConfigError, match=r"judge:Jury' cannot be found"):
         find_reward("dataflow.rewards.judge.judge:Jury")
 
@@ -283,7 +262,7 @@ def test_where_user_code_failed() -> None:
 
     line = users.__code__.co_firstlineno + 1
     assert describe(told(users)) == "KeyError: 'x'"
-    assert describe(told(lambda: users())) == f"KeyError: 'x' (test_custom.py:{line})"
+    assert describe(told(lambda: users())) == f"KeyError: 'x' (test_functions.py:{line})"
     assert describe(told(lambda: read_number(None))) == "ValueError: None"
     assert describe(told(lambda: asyncio.run(asyncio.wait_for(asyncio.sleep(60), 0.001)))) == "TimeoutError"
 
@@ -327,7 +306,7 @@ def test_what_counts_as_a_number(value: Any, number: float) -> None:
         (torch.zeros(0), "a Tensor of shape (0,)"),
         (torch.zeros(2, 3), "a Tensor of shape (2, 3)"),
         (np.array("1"), "a ndarray"),
-        (np.array(None), "a ndarray"),
+        (np.array(None), "None"),
         (torch.tensor(1j), "a Tensor"),
         (10**400, "a number too large for a float"),
     ],
@@ -368,13 +347,13 @@ def test_a_column_of_the_rollout_is_no_column_of_a_reward() -> None:
 
 
 def test_an_installed_module_is_named_as_in_verl() -> None:
-    found = load_reward("pkg://dataflow.rewards.user.gsm8k")
+    found = load_reward("pkg://dataflow.rewards.gsm8k")
     assert found(**{**FOUR, "solution_str": "#### 3"}) == 1.0
-    assert load_reward("pkg://dataflow/rewards/user/gsm8k") is found
+    assert load_reward("pkg://dataflow/rewards/gsm8k") is found
     with pytest.raises(ConfigError, match=r"path=pkg://no_such: importing it raised ModuleNotFoundError"):
         load_reward("pkg://no_such")
     with pytest.raises(ConfigError, match="it has no 'nothing'"):
-        load_reward("pkg://dataflow.rewards.user.gsm8k", "nothing")
+        load_reward("pkg://dataflow.rewards.gsm8k", "nothing")
 
 
 @pytest.mark.heavy
@@ -382,7 +361,7 @@ def test_an_installed_module_is_named_as_in_verl() -> None:
 def test_verls_own_function_scores() -> None:
     found = build_reward(load_reward("pkg://verl.utils.reward_score", "default_compute_score", None, {}), None, {})
     assert found("openai/gsm8k", "so #### 72", "72", {}) == 1.0
-    own = load_reward("pkg://dataflow.rewards.user.gsm8k")
+    own = load_reward("pkg://dataflow.rewards.gsm8k")
     for text in (f"#### 42\n{'x' * 300}", "#### 42.", "#### $42"):  # as from_verl.md and VERLS_STRICT say
         assert found("openai/gsm8k", text, "42", {}) == 0.0
         assert own(**{**FOUR, "solution_str": text, "ground_truth": "42"}) == 1.0

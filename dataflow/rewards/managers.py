@@ -1,0 +1,476 @@
+"""Reward managers: wrappers around a reward function, chosen by name as in verl's reward loop.
+
+A manager is a reward object itself: it scores through the wrapped reward, sync if that is sync, and forwards its other
+public attributes. Limits, time-outs and retries belong to the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dataflow.errors import ConfigError, DataError, an, nearest
+from dataflow.models.tokenizer import load_tokenizer
+from dataflow.rewards.functions import RewardAdapter, scorer_of, wrapped
+from dataflow.rewards.results import read_amount, read_result
+from dataflow.rewards.sandbox.manager import Sandbox
+from dataflow.usercode.copies import own_copy, own_options
+from dataflow.usercode.failures import is_interrupt
+from dataflow.usercode.load import describe, is_async, load_file, name_of, pick
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+    from dataflow.rewards.processes import Pool
+
+
+class LengthUnknown(DataError):
+    """A manager needs the response's length in tokens, and the samples do not have it."""
+
+    fatal = True
+    fix = "give the agent samples with a response_mask"
+
+
+class InexactResponse(DataError):
+    """The tokens of a response cannot be recovered from its text."""
+
+    fix = "pass the response's own tokens as extra_info['response_ids'], or score without this manager"
+
+
+class Manager(RewardAdapter):
+    """Base class of the managers, for users' own as well.
+
+    Args:
+        reward: a function, or an object with ``compute_score``.
+
+    Attributes:
+        compute_score: takes verl's four keywords; async if that of the reward is.
+
+    Raises:
+        ConfigError: the reward cannot be called.
+    """
+
+    def __init__(self, reward: Any) -> None:
+        score = scorer_of(reward)
+        if isinstance(reward, type) or not callable(score):
+            raise ConfigError(f"reward manager: {reward!r} cannot score; give a function or an object.")
+        if type(self).finish is not Manager.finish:
+            score = wrapped(score, own_copy, self.finish)  # which must see the arguments unchanged
+        super().__init__(reward, score)
+
+    def finish(self, result: Any, arguments: Mapping[str, Any]) -> Any:
+        """Returns the final result of a call; runs where the reward runs.
+
+        Args:
+            result: what the reward returned.
+            arguments: the keywords of the call.
+        """
+        return result
+
+
+class Naive(Manager):
+    """The reward as it is."""
+
+    def __init__(self, reward: Any) -> None:
+        super().__init__(reward)
+
+
+class Dapo(Manager):
+    """Subtracts DAPO's soft penalty for overlong responses from the score.
+
+    The penalty grows linearly from 0 to ``overlong_penalty_factor`` over the last ``overlong_buffer_len`` tokens of
+    ``max_response_length``. The length is ``extra_info["response_length"]``, which the agent fills in if the samples
+    have a response mask: the tokens that the model sampled, where verl counts those of tools' answers, too. The score
+    before the penalty becomes the column ``acc``.
+
+    Args:
+        reward: see :class:`Manager`.
+        overlong_buffer_len: tokens.
+        max_response_length: tokens.
+        overlong_penalty_factor: the largest penalty.
+        log: adds the columns ``overlong_reward``, the penalty as a number of 0 or below, and ``overlong``, a bool.
+
+    Raises:
+        ConfigError: a length or a factor out of range.
+    """
+
+    def __init__(
+        self,
+        reward: Any,
+        overlong_buffer_len: int,
+        max_response_length: int,
+        overlong_penalty_factor: float = 1.0,
+        log: bool = False,
+    ) -> None:
+        super().__init__(reward)
+        if not 1 <= overlong_buffer_len <= max_response_length:
+            raise ConfigError(
+                f"reward manager 'dapo': overlong_buffer_len={overlong_buffer_len}; give 1 to "
+                f"max_response_length={max_response_length}."
+            )
+        if not 0 <= overlong_penalty_factor < math.inf:
+            raise ConfigError(
+                f"reward manager 'dapo': overlong_penalty_factor={overlong_penalty_factor}; give a finite number of "
+                "0 or more."
+            )
+        self._buffer = overlong_buffer_len
+        self._free = max_response_length - overlong_buffer_len
+        self._factor = overlong_penalty_factor
+        self._logs = log
+
+    def finish(self, result: Any, arguments: Mapping[str, Any]) -> Any:
+        length = (arguments.get("extra_info") or {}).get("response_length")
+        if length is None:
+            raise LengthUnknown("the reward manager 'dapo' needs extra_info['response_length'], tokens of the response")
+        try:
+            tokens = int(read_amount(length))
+        except ValueError as error:
+            raise LengthUnknown(f"extra_info['response_length'] is {error}, no number of tokens") from error
+        try:
+            score, columns = read_result(result)
+        except ValueError:
+            return result  # the agent reports what is wrong with it
+        penalty = min(0.0, (self._free - tokens) / self._buffer * self._factor)
+        logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self._logs else {}
+        return {"acc": score, **columns, **logged, "score": score + penalty}
+
+
+class RateLimited(Manager):
+    """Declares the limits of the service that the reward calls; the agent enforces them across all of a run's agents.
+
+    Unlike in verl, a call that fails or times out is not scored 0: it is handled by the agent's failure rule.
+
+    Args:
+        reward: see :class:`Manager`.
+        max_concurrent: calls in flight.
+        max_rpm: requests per minute; None for no limit.
+        max_tpm: tokens per minute; None for no limit.
+        estimated_tokens_per_request: None uses the reward's own estimate, or 2000 if it has none.
+        timeout: of one call, in seconds; None uses the agent's.
+
+    Attributes:
+        limits: ``concurrency``, ``rpm``, ``tpm`` and ``timeout_s``.
+
+    Raises:
+        ConfigError: a limit is not above 0.
+    """
+
+    def __init__(
+        self,
+        reward: Any,
+        max_concurrent: int = 1,
+        max_rpm: float | None = None,
+        max_tpm: float | None = None,
+        estimated_tokens_per_request: int | None = None,
+        timeout: float | None = 300.0,
+    ) -> None:
+        super().__init__(reward)
+        given = {
+            "max_concurrent": max_concurrent,
+            "max_rpm": max_rpm,
+            "max_tpm": max_tpm,
+            "estimated_tokens_per_request": estimated_tokens_per_request,
+            "timeout": timeout,
+        }
+        for option, value in given.items():
+            if value is not None and not value > 0:
+                raise ConfigError(f"reward manager 'rate_limited': {option}={value}; give a number above 0.")
+        self.limits = {"concurrency": max_concurrent, "rpm": max_rpm, "tpm": max_tpm, "timeout_s": timeout}
+        own = getattr(reward, "tokens", None)
+        self._estimate = own if estimated_tokens_per_request is None else None
+        self._tokens = estimated_tokens_per_request or 2000
+
+    def tokens(self, **arguments: Any) -> int:
+        """Returns the estimated number of tokens that a call uses."""
+        tokens: int = self._tokens if self._estimate is None else self._estimate(**arguments)
+        return tokens
+
+
+class Remote(Manager):
+    """Scores in worker processes: for sync functions that are CPU-bound or set alarms.
+
+    The processes start immediately. Each loads the reward's file and builds its class; each also imports what a user's
+    script that starts the run imports at its top. A call that the agent gives up on is stopped by killing its process,
+    which is then replaced.
+
+    Args:
+        reward: from :func:`~dataflow.rewards.functions.build_reward`, or a function at the top of a module; sync.
+        workers: number of processes; None uses one per core.
+
+    Attributes:
+        limits: ``concurrency`` is the number of workers, so that no time-out includes a wait for a worker.
+
+    Raises:
+        ConfigError: the reward is async or cannot be loaded in another process, or an option is out of range.
+    """
+
+    def __init__(self, reward: Any, workers: int | None = None) -> None:
+        super().__init__(reward)
+        score = self.compute_score
+        pool = self._pool = self.pool_of(reward, workers)
+        pool.start()  # now, so that they are ready by the first call
+        self.limits = self.limits_of(pool)
+
+        async def call(**arguments: Any) -> Any:
+            return await pool.call(arguments)
+
+        call.__name__ = name_of(score)
+        self.compute_score = call
+
+    @staticmethod
+    def limits_of(pool: Pool) -> dict[str, Any]:
+        """Returns the limits of calls in these worker processes."""
+        return {"concurrency": pool.workers, "rpm": None, "tpm": None, "timeout_s": None}
+
+    @staticmethod
+    def pool_of(reward: Any, workers: int | None = None) -> Pool:
+        """Returns the worker processes, which are not started, of a reward or of the class that it will be built from.
+
+        Raises:
+            ConfigError: see the class.
+        """
+        from dataflow.rewards.processes import Pool, Recipe
+
+        if is_async(score := scorer_of(reward)):
+            raise ConfigError(
+                f"reward manager 'remote': '{name_of(score)}' is async, which needs no process of its own; take the "
+                "manager 'naive' for it."
+            )
+        return Pool(Recipe.of(reward), (os.cpu_count() or 1) if workers is None else workers)
+
+    def usage(self) -> dict[str, float]:
+        """Returns the reward's own usage, and the numbers of workers that died and that were killed."""
+        own = getattr(self._reward, "usage", None)
+        counts = {f"workers_{name}": float(self._pool.counts[name]) for name in ("died", "killed")}
+        return {**(own() if callable(own) else {}), **counts}
+
+    async def close(self) -> None:
+        """Ends the worker processes, then closes the reward."""
+        await asyncio.to_thread(self._pool.close)
+        close = getattr(self._reward, "close", None)
+        if callable(close) and inspect.isawaitable(ending := close()):
+            await ending
+
+
+MANAGERS: dict[str, type] = {
+    "naive": Naive,
+    "dapo": Dapo,
+    "rate_limited": RateLimited,
+    "remote": Remote,
+    "sandbox": Sandbox,
+}
+
+
+def build_manager(
+    name: str, compute_score: Any, path: str | None = None, *, tokenizer: Any = None, **options: Any
+) -> Any:
+    """Returns a manager around a reward.
+
+    Args:
+        name: one of :data:`MANAGERS`, or a class in the file.
+        compute_score: a function, or an object with ``compute_score``.
+        path: Python file that defines the class. The class takes the reward and the options, or has ``run_single`` as
+            verl's reward loop requires: see :class:`VerlManager`.
+        tokenizer: the model's tokenizer or its path; only for classes with ``run_single``.
+        options: of the manager.
+
+    Raises:
+        ConfigError: the name is unknown, or an option is unknown, missing or invalid.
+    """
+    kind, options = find_manager(name, path, options), own_options(options)
+    if callable(getattr(kind, "run_single", None)):
+        return VerlManager(compute_score, kind, tokenizer=tokenizer, **options)
+    manager = _built(name, partial(kind, compute_score), options)
+    if not callable(getattr(manager, "compute_score", None)):
+        raise ConfigError(f"reward manager '{name}': its class has neither compute_score nor verl's run_single.")
+    return manager
+
+
+def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
+    """Returns a manager's class. Cheap enough to be called before a run starts, as a check.
+
+    Raises:
+        ConfigError: the name is unknown, or an option is unknown or missing.
+    """
+    what = f"reward manager '{name}'"
+    if path is not None:
+        where = f"{what}: path={path}"
+        kind = pick(load_file(path, where), name, where)
+    elif name in MANAGERS:
+        kind = MANAGERS[name]
+    else:
+        hint = nearest(name, MANAGERS) or f"; give {', '.join(MANAGERS)}, or the path of a file that defines it."
+        raise ConfigError(f"{what} is unknown{hint}")
+    if not isinstance(kind, type):
+        raise ConfigError(f"{what} is {an(type(kind).__name__)}; give a class.")
+    if not callable(getattr(kind, "run_single", None)):
+        try:
+            inspect.signature(kind).bind(None, **(options or {}))
+        except TypeError as error:
+            takes = ", ".join([*inspect.signature(kind).parameters][1:]) or "none"
+            raise ConfigError(f"{what}: {error}; its options (reward.manager_kwargs) are {takes}.") from error
+    return kind
+
+
+def check_manager(name: str, found: Any, path: str | None = None, **options: Any) -> Mapping[str, Any]:
+    """Checks, without starting anything, that a manager can be built; a user's own class is not.
+
+    Args:
+        name, path, options: see :func:`build_manager`.
+        found: the function that it will call, or the class or object of that method.
+
+    Returns:
+        The limits that the manager declares; {} of one that declares none, and of a user's own.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    kind, options = find_manager(name, path, options), own_options(options)
+    if path is not None:
+        return {}
+    if kind is Remote:
+        return Remote.limits_of(_built(name, partial(Remote.pool_of, found), options))
+    return limits_declared(_built(name, partial(kind, lambda **_fields: 0.0), options))
+
+
+def scores_alone(name: str, path: str | None = None) -> bool:
+    """Whether a manager scores by itself, so that no function, judge or model of the run is used."""
+    return path is None and bool(getattr(MANAGERS.get(name), "alone", False))
+
+
+def limits_declared(reward: Any) -> dict[str, Any]:
+    """Returns the limits that a reward object or a manager declares for its calls; {} if it declares none."""
+    return dict(getattr(reward, "limits", None) or {})
+
+
+def _built(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    try:
+        return make(**options)
+    except BaseException as error:
+        if isinstance(error, ConfigError) or is_interrupt(error):
+            raise
+        given = f"; correct reward.manager_kwargs ({', '.join(options)})" if options else ""
+        raise ConfigError(f"reward manager '{name}' cannot be built: {describe(error)}{given}.") from error
+
+
+class VerlManager(Manager):
+    """A reward object around a class with verl's ``async run_single(data)``.
+
+    ``run_single`` gets a DataProto of one row with what verl's own managers read: ``responses``, ``attention_mask``,
+    ``data_source``, ``reward_model`` (with ``ground_truth``), ``extra_info`` and, if present, ``raw_prompt``; no tokens
+    of the prompt. The tokens of the response are ``extra_info["response_ids"]`` if present. Otherwise the text is
+    encoded and padded with eos to ``extra_info["response_length"]``; a call fails if the result does not decode to the
+    same text and length.
+
+    A sync ``compute_score`` runs where the class runs it. verl's classes use the event loop's default threads, which
+    the agent can neither stop nor count.
+
+    Args:
+        reward: a function, or an object with ``compute_score``, which is passed to the class.
+        kind: the class; built at the first call, as verl's base class uses the running event loop.
+        tokenizer: the model's tokenizer or its path.
+        config: verl's configuration, as much of it as the class reads.
+        options: further keywords of the class.
+
+    Raises:
+        ConfigError: there is no tokenizer, or the class does not accept the options.
+    """
+
+    wants_response_ids = True
+    """The agent passes ``response_ids`` if the samples have them."""
+
+    def __init__(
+        self,
+        reward: Any,
+        kind: type,
+        *,
+        tokenizer: Any = None,
+        config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(reward)
+        what = f"reward manager '{kind.__name__}'"
+        if tokenizer is None:
+            raise ConfigError(f"{what} decodes responses, as verl's managers do: give the option 'tokenizer'.")
+        tokenizer = load_tokenizer(tokenizer, what) if isinstance(tokenizer, str) else tokenizer
+        given = {"config": config or {}, "tokenizer": tokenizer, "compute_score": self.compute_score, **options}
+        try:
+            inspect.signature(kind).bind(**given)
+        except TypeError as error:
+            raise ConfigError(f"{what} cannot be built with {', '.join(given)} ({error}).") from error
+        self._kind, self._given, self._tokenizer = kind, given, tokenizer
+        self._manager: Any = None
+
+        async def call(**arguments: Any) -> Any:
+            return await self._run(arguments)
+
+        call.__name__ = kind.__name__
+        self.compute_score = call
+
+    async def _run(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if self._manager is None:
+            from omegaconf import OmegaConf
+
+            config = OmegaConf.create({"reward": {}, **self._given["config"]})
+            self._manager = self._kind(**{**self._given, "config": config})
+        answer = await self._manager.run_single(row_of(self._tokenizer, **arguments))
+        if not isinstance(answer, Mapping) or "reward_score" not in answer:
+            raise ValueError(f"run_single returned {an(type(answer).__name__)} without 'reward_score'")
+        score, columns = answer["reward_score"], dict(answer.get("reward_extra_info") or {})
+        return {"acc": columns.get("score", score), **columns, "score": score}
+
+
+def row_of(
+    tokenizer: Any,
+    *,
+    data_source: Any,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> DataProto:
+    """Returns a sample as verl's DataProto of one row.
+
+    Returns:
+        ``responses`` and ``attention_mask`` are int64 ``[1, length]``; see :class:`VerlManager` for the rest.
+
+    Raises:
+        LengthUnknown: ``extra_info`` has neither ``response_ids`` nor ``response_length``.
+        InexactResponse: the text does not determine the tokens.
+    """
+    import numpy as np
+    import torch
+    from verl import DataProto
+
+    facts = dict(extra_info or {})
+    given = facts.pop("response_ids", None)
+    ids = _encoded(tokenizer, solution_str, facts.get("response_length")) if given is None else given
+    responses = torch.as_tensor(ids, dtype=torch.int64).reshape(1, -1)
+    objects = {
+        "data_source": data_source,
+        "reward_model": {"ground_truth": ground_truth},
+        "extra_info": facts,
+        **({"raw_prompt": own_copy(facts["raw_prompt"])} if "raw_prompt" in facts else {}),
+    }
+    columns = {name: np.empty(1, dtype=object) for name in objects}
+    for name, value in objects.items():
+        columns[name][0] = value
+    tensors = {"responses": responses, "attention_mask": torch.ones_like(responses)}
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+
+def _encoded(tokenizer: Any, text: str, length: int | None) -> list[int]:
+    if length is None:
+        raise LengthUnknown("verl's managers need the response's tokens, or at least their number")
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    fill = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    ids += [fill] * (length - len(ids))
+    if len(ids) != length or tokenizer.decode(ids, skip_special_tokens=True) != text:
+        raise InexactResponse(
+            f"the {length} tokens of a response cannot be recovered from its text: it encodes to others"
+        )
+    return ids

@@ -1,0 +1,367 @@
+"""Pool: worker processes for reward functions that compute; each runs one call at a time, on one core.
+
+pebble starts and replaces the processes, and ends the one whose call is given up. Each builds the reward again, by its
+recipe, since neither its code nor its state can be pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from dataflow.errors import ConfigError, RewardFailed
+from dataflow.rewards.functions import MADE, build_reward, find_reward, load_reward, scorer_of
+from dataflow.system.children import restore_path, safe_path
+from dataflow.usercode.failures import is_cancelled, pickled_error, trace_of
+from dataflow.usercode.load import LABEL, describe, name_of, place_of
+from dataflow.usercode.numeric import kind_of
+
+GRACE_S = 2.0
+"""Seconds that idle workers may take to close their rewards when the pool is closed."""
+
+
+class WorkerError(RewardFailed):
+    """Replaces a result or exception from a worker that cannot be pickled, and describes it."""
+
+
+class WorkerDied(RewardFailed):
+    """The worker process ended during the call; another worker may complete it."""
+
+    retry = True
+    fix = (
+        "check whether memory ran out, what in the function ends the process, and that a script of yours starts its "
+        "run under if __name__ == '__main__'"
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build a reward in another process.
+
+    Attributes:
+        module: that defines it; the path of a file, or a dotted name.
+        name: in that module.
+        kwargs: as passed to :func:`~dataflow.rewards.functions.build_reward`, and so is ``context``.
+    """
+
+    module: str
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reward: Any) -> Recipe:
+        """Returns the recipe of a reward, or of the class that it will be built from.
+
+        Raises:
+            ConfigError: it is not a function at the top of a module, nor built from one, or from a class or object
+                there; or its arguments cannot be pickled.
+        """
+        found, kwargs, context = getattr(reward, MADE, (reward, {}, {}))
+        module = sys.modules.get(getattr(found, "__module__", None) or "")
+        name = getattr(found, "__qualname__", "")
+        if getattr(module, name, None) is not found:  # an object, such as a partial function
+            loaded = [each for label, each in sys.modules.copy().items() if label.startswith(LABEL)]
+            places = ((each, name) for each in loaded for name, value in vars(each).items() if value is found)
+            module, name = next(places, (None, ""))
+        if module is None:
+            raise ConfigError(
+                f"reward '{name_of(found)}' cannot be built in another process; define it at the top of a file, as a "
+                "function or class."
+            )
+        of_file = module.__name__.startswith(LABEL)
+        recipe = cls(str(module.__file__) if of_file else module.__name__, name, kwargs, context)
+        try:
+            pickle.dumps(recipe)
+        except Exception as error:
+            raise ConfigError(
+                f"reward '{name}': its arguments cannot be sent to another process ({describe(error)})."
+            ) from error
+        return recipe
+
+    def build(self) -> Any:
+        """Returns the reward.
+
+        Raises:
+            ConfigError: the reward cannot be loaded or built in this process.
+        """
+        if os.path.isabs(self.module):
+            found = load_reward(self.module, self.name, self.kwargs)
+        else:
+            found = find_reward(f"{self.module}:{self.name}")
+        return build_reward(found, self.kwargs, self.context)
+
+
+class Pool:
+    """Worker processes that call one function.
+
+    A running call is cancelled by killing its worker and what that has started: nothing else stops code that computes.
+    A worker that dies or is killed affects no other call and is replaced. None outlives the process that started it.
+
+    Args:
+        recipe: of the reward, which each worker builds.
+        workers: number of processes.
+
+    Attributes:
+        counts: ``died``, workers that ended by themselves; ``killed``, workers whose call was cancelled.
+
+    Raises:
+        ConfigError: there are less than 1 workers.
+    """
+
+    def __init__(self, recipe: Recipe, workers: int) -> None:
+        if workers < 1:
+            raise ConfigError(f"reward manager 'remote': workers={workers}; give 1 or more.")
+        self.workers = workers
+        self.counts: Counter[str] = Counter()
+        self._recipe = recipe
+        self._processes: _Processes | None = None
+        self._slots = asyncio.Semaphore(workers)
+        self._is_ready = self._closed = False
+
+    def start(self) -> _Processes:
+        """Starts the workers unless they are started; does not wait for them."""
+        if self._processes is None:
+            self._processes = _Processes(self._recipe, self.workers)
+            self._is_ready = False
+        return self._processes
+
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        """Calls the function in a worker; cancelling this coroutine kills the worker.
+
+        Args:
+            arguments: keywords of the function.
+
+        Raises:
+            WorkerDied: the worker ended during the call.
+            WorkerError: the arguments or the result cannot be pickled, or the pool is closed.
+            Exception: what the function raised, with the worker's traceback as a note.
+        """
+        try:
+            message = pickle.dumps(dict(arguments))
+        except Exception as error:
+            raise WorkerError(f"the arguments of the call cannot be sent to a worker: {describe(error)}") from error
+        async with self._slots:
+            while not self._is_ready:  # a call given up while the workers load the reward must not kill one
+                await self._answer(_ready)
+                self._is_ready = True
+            reply = await self._answer(_call, message)
+        try:
+            result, failed, place = pickle.loads(reply)
+        except Exception as error:
+            raise WorkerError(f"the worker's reply cannot be read: {describe(error)}") from error
+        if failed is not None:
+            failed._place = place
+            raise failed
+        return result
+
+    async def _answer(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._closed:
+            raise WorkerError("the pool of reward workers was closed before this call")
+        processes, when = self.start(), "during a call" if function is _call else "before it was ready"
+        try:
+            answer = processes.schedule(function, *arguments)
+            return await asyncio.shield(asyncio.wrap_future(answer))
+        except asyncio.CancelledError as error:
+            if not is_cancelled(error):  # the processes were ended
+                kind = WorkerError if self._closed else WorkerDied
+                raise kind("the pool of reward workers was closed during the call") from None
+            if function is _call and answer.cancel():
+                self.counts["killed"] += 1
+                self._is_ready = False
+            raise
+        except ProcessExpired as error:
+            self.counts["died"] += 1
+            self._is_ready = False
+            _kill_group(error.pid)
+            code: int = error.exitcode
+            how = f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"
+            raise WorkerDied(f"the worker process {how} {when}") from None
+        except RuntimeError:  # pebble accepts no calls any more once a worker has died that had none
+            if processes is self._processes:
+                self.counts["died"] += 1
+                self._processes = None
+                await asyncio.to_thread(processes.end)
+            raise WorkerDied(f"a worker process ended {when}") from None
+
+    def close(self) -> None:
+        """Ends the workers and waits for them: idle ones close their rewards, others are killed."""
+        self._closed = True
+        if self._processes is not None:
+            self._processes.end()
+
+
+class _Processes:
+    """pebble's pool of workers, and the calls that wait for them."""
+
+    def __init__(self, recipe: Recipe, workers: int) -> None:
+        self._workers = _Context()
+        self._waiting: set[Future[Any]] = set()
+        self._pool = ProcessPool(workers, initializer=_begin, initargs=(recipe,), context=self._workers)
+        with safe_path():
+            self.schedule(_ready)  # which starts them
+
+    def schedule(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Sends a call.
+
+        Raises:
+            RuntimeError: the workers are no longer there.
+        """
+        answer = self._pool.schedule(function, arguments)
+        self._waiting.add(answer)
+        answer.add_done_callback(self._waiting.discard)
+        return answer
+
+    def end(self) -> None:
+        """Ends the workers, and the calls that wait for them; pebble would leave these waiting."""
+        for answer in [*self._waiting]:
+            answer.cancel()
+        self._pool.stop()  # type: ignore[no-untyped-call]
+        self._workers.close()
+        self._pool.join()
+
+
+class _Worker(SpawnProcess):
+    """A worker that leads a process group, which ends with it."""
+
+    def start(self) -> None:
+        with safe_path():
+            super().start()
+
+    def terminate(self) -> None:
+        """Kills it with what it has started: nothing else stops a function that holds Python's lock."""
+        _kill_group(self.pid)
+        self.kill()  # if it leads no group yet
+
+    def ask_to_end(self) -> None:
+        """Has it close its reward."""
+        super().terminate()
+
+
+def _kill_group(pid: int | None) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)  # type: ignore[arg-type]
+
+
+class _Context(SpawnContext):
+    """Makes the workers. Not by fork, which copies the locks that other threads hold at that moment."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+
+    def Process(self, **options: Any) -> _Worker:  # type: ignore[override]
+        self._workers = [worker for worker in self._workers if worker.is_alive()]
+        self._workers.append(_Worker(**options))
+        return self._workers[-1]
+
+    def close(self) -> None:
+        """Asks the workers to end, and waits a moment for them."""
+        until = time.monotonic() + GRACE_S
+        for worker in self._workers:
+            worker.ask_to_end()
+        for worker in self._workers:
+            worker.join(max(0.0, until - time.monotonic()))
+
+
+# What follows runs in a worker, in its main thread, so that user code may set alarms.
+
+_reward: Any = None
+_broken: BaseException | None = None
+
+
+def _begin(recipe: Recipe) -> None:
+    """Limits this process to one core, ties it to the process that started it, and builds the reward."""
+    global _reward, _broken
+    restore_path()
+    os.setsid()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "torch" in sys.modules:  # the main module's; it has read the variable
+        sys.modules["torch"].set_num_threads(1)
+    _end_with_parent()
+    try:
+        _reward = recipe.build()
+        Finalize(None, _close, exitpriority=0)
+    except Exception as error:
+        _broken = error
+        _broken.fatal = True  # type: ignore[attr-defined]
+
+
+def _end_with_parent() -> None:
+    """Makes this process and its descendants die with the process that started it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if sys.platform == "linux":
+        # By the kernel: code that keeps Python's lock, such as a regular expression, stops every thread.
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def watch() -> None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+    # In case the parent ended before, and for other systems.
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _ready() -> None:
+    """Its answer says that a worker has built the reward."""
+
+
+def _call(message: bytes) -> bytes:
+    """Returns the pickled result, error and place of the error in the user's code."""
+    try:
+        if _broken is not None:
+            raise _broken
+        result = scorer_of(_reward)(**pickle.loads(message))
+        if inspect.isawaitable(result):
+            name = name_of(scorer_of(_reward))
+            wrong = ConfigError(f"reward manager 'remote': '{name}' is async; take the manager 'naive' for it.")
+            wrong.fatal = True  # type: ignore[attr-defined]
+            raise wrong
+        try:
+            return pickle.dumps((result, None, ""))
+        except Exception as error:
+            what = f"it returned {kind_of(result)}, which cannot be sent ({describe(error)})"
+            raise WorkerError(what) from error
+    except BaseException as error:
+        return pickle.dumps((None, _sendable(error), place_of(error)))
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """Returns an exception that another process can read, with what the agent obeys and the traceback as a note."""
+    sent: BaseException = error
+    if pickled_error(error) is None:
+        sent = WorkerError(describe(error))
+        facts = {name: getattr(error, name, None) for name in ("retry", "retry_after", "fatal", "fix", "status")}
+        vars(sent).update((name, value) for name, value in facts.items() if isinstance(value, bool | int | float | str))
+    sent.add_note(trace_of(error))
+    return sent
+
+
+def _close() -> None:
+    close = getattr(_reward, "close", None)
+    if callable(close) and inspect.isawaitable(ending := close()):
+        asyncio.run(_awaited(ending))
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable

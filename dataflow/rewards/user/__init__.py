@@ -1,1 +1,0 @@
-"""Reward functions and managers that users write."""
