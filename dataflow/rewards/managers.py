@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.errors import ConfigError, DataError, an, nearest
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.functions import RewardAdapter, scorer_of, wrapped
-from dataflow.rewards.results import read_amount, read_result
+from dataflow.rewards.results import read_result
 from dataflow.rewards.sandbox.manager import Sandbox
 from dataflow.usercode.copies import own_copy, own_options
 from dataflow.usercode.failures import is_interrupt
@@ -81,22 +81,12 @@ class Naive(Manager):
 
 
 class Dapo(Manager):
-    """Subtracts DAPO's soft penalty for overlong responses from the score.
+    """Subtracts DAPO's soft penalty for overlong responses from the score, which becomes the column ``acc``.
 
     The penalty grows linearly from 0 to ``overlong_penalty_factor`` over the last ``overlong_buffer_len`` tokens of
     ``max_response_length``. The length is ``extra_info["response_length"]``, which the agent fills in if the samples
-    have a response mask: the tokens that the model sampled, where verl counts those of tools' answers, too. The score
-    before the penalty becomes the column ``acc``.
-
-    Args:
-        reward: see :class:`Manager`.
-        overlong_buffer_len: tokens.
-        max_response_length: tokens.
-        overlong_penalty_factor: the largest penalty.
-        log: adds the columns ``overlong_reward``, the penalty as a number of 0 or below, and ``overlong``, a bool.
-
-    Raises:
-        ConfigError: a length or a factor out of range.
+    have a response mask: the tokens that the model sampled, where verl counts those of tools' answers, too. ``log``
+    adds the columns ``overlong_reward``, the penalty as a number of 0 or below, and ``overlong``, a bool.
     """
 
     def __init__(
@@ -108,56 +98,38 @@ class Dapo(Manager):
         log: bool = False,
     ) -> None:
         super().__init__(reward)
-        if not 1 <= overlong_buffer_len <= max_response_length:
+        buffer, longest, factor = overlong_buffer_len, max_response_length, overlong_penalty_factor
+        if not 1 <= buffer <= longest:
             raise ConfigError(
-                f"reward manager 'dapo': overlong_buffer_len={overlong_buffer_len}; give 1 to "
-                f"max_response_length={max_response_length}."
+                f"reward manager 'dapo': overlong_buffer_len={buffer}; give 1 to max_response_length={longest}."
             )
-        if not 0 <= overlong_penalty_factor < math.inf:
+        if not 0 <= factor < math.inf:
             raise ConfigError(
-                f"reward manager 'dapo': overlong_penalty_factor={overlong_penalty_factor}; give a finite number of "
-                "0 or more."
+                f"reward manager 'dapo': overlong_penalty_factor={factor}; give a finite number of 0 or more."
             )
-        self._buffer = overlong_buffer_len
-        self._free = max_response_length - overlong_buffer_len
-        self._factor = overlong_penalty_factor
-        self._logs = log
+        self._buffer, self._free, self._factor, self._logs = buffer, longest - buffer, factor, log
 
     def finish(self, result: Any, arguments: Mapping[str, Any]) -> Any:
         length = (arguments.get("extra_info") or {}).get("response_length")
         if length is None:
             raise LengthUnknown("the reward manager 'dapo' needs extra_info['response_length'], tokens of the response")
         try:
-            tokens = int(read_amount(length))
-        except ValueError as error:
-            raise LengthUnknown(f"extra_info['response_length'] is {error}, no number of tokens") from error
-        try:
             score, columns = read_result(result)
         except ValueError:
             return result  # the agent reports what is wrong with it
-        penalty = min(0.0, (self._free - tokens) / self._buffer * self._factor)
+        penalty = min(0.0, (self._free - length) / self._buffer * self._factor)
         logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self._logs else {}
         return {"acc": score, **columns, **logged, "score": score + penalty}
 
 
 class RateLimited(Manager):
-    """Declares the limits of the service that the reward calls; the agent enforces them across all of a run's agents.
+    """Declares the limits of the service that the reward calls, by verl's names; the agent enforces them.
 
-    Unlike in verl, a call that fails or times out is not scored 0: it is handled by the agent's failure rule.
-
-    Args:
-        reward: see :class:`Manager`.
-        max_concurrent: calls in flight.
-        max_rpm: requests per minute; None for no limit.
-        max_tpm: tokens per minute; None for no limit.
-        estimated_tokens_per_request: None uses the reward's own estimate, or 2000 if it has none.
-        timeout: of one call, in seconds; None uses the agent's.
+    Unlike in verl, a call that fails or times out is not scored 0: it is handled by the agent's failure rule. Without
+    ``estimated_tokens_per_request`` the reward's own estimate is used, or 2000 if it has none.
 
     Attributes:
         limits: ``concurrency``, ``rpm``, ``tpm`` and ``timeout_s``.
-
-    Raises:
-        ConfigError: a limit is not above 0.
     """
 
     def __init__(
@@ -170,19 +142,12 @@ class RateLimited(Manager):
         timeout: float | None = 300.0,
     ) -> None:
         super().__init__(reward)
-        given = {
-            "max_concurrent": max_concurrent,
-            "max_rpm": max_rpm,
-            "max_tpm": max_tpm,
-            "estimated_tokens_per_request": estimated_tokens_per_request,
-            "timeout": timeout,
-        }
-        for option, value in given.items():
+        self.limits = {"concurrency": max_concurrent, "rpm": max_rpm, "tpm": max_tpm, "timeout_s": timeout}
+        options = ("max_concurrent", "max_rpm", "max_tpm", "timeout", "estimated_tokens_per_request")
+        for option, value in zip(options, (*self.limits.values(), estimated_tokens_per_request), strict=True):
             if value is not None and not value > 0:
                 raise ConfigError(f"reward manager 'rate_limited': {option}={value}; give a number above 0.")
-        self.limits = {"concurrency": max_concurrent, "rpm": max_rpm, "tpm": max_tpm, "timeout_s": timeout}
-        own = getattr(reward, "tokens", None)
-        self._estimate = own if estimated_tokens_per_request is None else None
+        self._estimate = getattr(reward, "tokens", None) if estimated_tokens_per_request is None else None
         self._tokens = estimated_tokens_per_request or 2000
 
     def tokens(self, **arguments: Any) -> int:
@@ -192,21 +157,16 @@ class RateLimited(Manager):
 
 
 class Remote(Manager):
-    """Scores in worker processes: for sync functions that are CPU-bound or set alarms.
+    """Scores in ``workers`` processes (None: one per core), which start at once: for sync functions that compute.
 
-    The processes start immediately. Each loads the reward's file and builds its class; each also imports what a user's
-    script that starts the run imports at its top. A call that the agent gives up on is stopped by killing its process,
-    which is then replaced.
-
-    Args:
-        reward: from :func:`~dataflow.rewards.functions.build_reward`, or a function at the top of a module; sync.
-        workers: number of processes; None uses one per core.
+    Each loads the reward's file and builds its class; each also imports what a user's script that starts the run
+    imports at its top. A call that the agent gives up on is stopped by killing its process, which is then replaced.
 
     Attributes:
         limits: ``concurrency`` is the number of workers, so that no time-out includes a wait for a worker.
 
     Raises:
-        ConfigError: the reward is async or cannot be loaded in another process, or an option is out of range.
+        ConfigError: the reward is async or cannot be loaded in another process, or there are less than 1 workers.
     """
 
     def __init__(self, reward: Any, workers: int | None = None) -> None:
@@ -214,7 +174,7 @@ class Remote(Manager):
         score = self.compute_score
         pool = self._pool = self.pool_of(reward, workers)
         pool.start()  # now, so that they are ready by the first call
-        self.limits = self.limits_of(pool)
+        self.limits = {"concurrency": pool.workers}
 
         async def call(**arguments: Any) -> Any:
             return await pool.call(arguments)
@@ -223,17 +183,8 @@ class Remote(Manager):
         self.compute_score = call
 
     @staticmethod
-    def limits_of(pool: Pool) -> dict[str, Any]:
-        """Returns the limits of calls in these worker processes."""
-        return {"concurrency": pool.workers, "rpm": None, "tpm": None, "timeout_s": None}
-
-    @staticmethod
     def pool_of(reward: Any, workers: int | None = None) -> Pool:
-        """Returns the worker processes, which are not started, of a reward or of the class that it will be built from.
-
-        Raises:
-            ConfigError: see the class.
-        """
+        """Returns the worker processes, which are not started, of a reward or of the class that it is built from."""
         from dataflow.rewards.processes import Pool, Recipe
 
         if is_async(score := scorer_of(reward)):
@@ -258,12 +209,8 @@ class Remote(Manager):
 
 
 MANAGERS: dict[str, type] = {
-    "naive": Naive,
-    "dapo": Dapo,
-    "rate_limited": RateLimited,
-    "remote": Remote,
-    "sandbox": Sandbox,
-}
+    "naive": Naive, "dapo": Dapo, "rate_limited": RateLimited, "remote": Remote, "sandbox": Sandbox,
+}  # fmt: skip
 
 
 def build_manager(
@@ -320,10 +267,6 @@ def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] 
 def check_manager(name: str, found: Any, path: str | None = None, **options: Any) -> Mapping[str, Any]:
     """Checks, without starting anything, that a manager can be built; a user's own class is not.
 
-    Args:
-        name, path, options: see :func:`build_manager`.
-        found: the function that it will call, or the class or object of that method.
-
     Returns:
         The limits that the manager declares; {} of one that declares none, and of a user's own.
 
@@ -334,7 +277,7 @@ def check_manager(name: str, found: Any, path: str | None = None, **options: Any
     if path is not None:
         return {}
     if kind is Remote:
-        return Remote.limits_of(_built(name, partial(Remote.pool_of, found), options))
+        return {"concurrency": _built(name, partial(Remote.pool_of, found), options).workers}
     return limits_declared(_built(name, partial(kind, lambda **_fields: 0.0), options))
 
 
@@ -385,13 +328,7 @@ class VerlManager(Manager):
     """The agent passes ``response_ids`` if the samples have them."""
 
     def __init__(
-        self,
-        reward: Any,
-        kind: type,
-        *,
-        tokenizer: Any = None,
-        config: Mapping[str, Any] | None = None,
-        **options: Any,
+        self, reward: Any, kind: type, *, tokenizer: Any = None, config: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         super().__init__(reward)
         what = f"reward manager '{kind.__name__}'"

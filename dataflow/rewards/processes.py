@@ -76,19 +76,19 @@ class Recipe:
                 there; or its arguments cannot be pickled.
         """
         found, kwargs, context = getattr(reward, MADE, (reward, {}, {}))
-        module = sys.modules.get(getattr(found, "__module__", None) or "")
-        name = getattr(found, "__qualname__", "")
-        if getattr(module, name, None) is not found:  # an object, such as a partial function
-            loaded = [each for label, each in sys.modules.copy().items() if label.startswith(LABEL)]
-            places = ((each, name) for each in loaded for name, value in vars(each).items() if value is found)
-            module, name = next(places, (None, ""))
-        if module is None:
+        labels = [label for label in [*sys.modules] if label.startswith(LABEL)]
+        modules = [
+            module for label in (getattr(found, "__module__", ""), *labels) if (module := sys.modules.get(label))
+        ]
+        places = ((module, name) for module in modules for name, value in vars(module).items() if value is found)
+        if (place := next(places, None)) is None:
             raise ConfigError(
                 f"reward '{name_of(found)}' cannot be built in another process; define it at the top of a file, as a "
                 "function or class."
             )
-        of_file = module.__name__.startswith(LABEL)
-        recipe = cls(str(module.__file__) if of_file else module.__name__, name, kwargs, context)
+        module, name = place
+        label = module.__name__
+        recipe = cls(str(module.__file__) if label.startswith(LABEL) else label, name, kwargs, context)
         try:
             pickle.dumps(recipe)
         except Exception as error:

@@ -65,7 +65,9 @@ def read_scores(scores: Any, count: int) -> list[float]:
     Raises:
         ValueError: the value has another type or length, or contains something that is not a number.
     """
-    if isinstance(scores, _NO_LISTS) or not hasattr(scores, "__len__") or getattr(scores, "shape", None) == ():
+    if getattr(scores, "shape", None) == ():
+        raise ValueError(f"{kind_of(scores)} of one number")
+    if isinstance(scores, _NO_LISTS) or not hasattr(scores, "__len__"):
         raise ValueError(kind_of(scores))
     if len(scores) != count:
         raise ValueError(f"{len(scores)} scores for {count} samples")

@@ -45,10 +45,8 @@ def load_file(path: str, where: str) -> ModuleType:
     Raises:
         ConfigError: the file does not exist or cannot be imported.
     """
-    label = ""
-    try:
-        if path.startswith(INSTALLED):
-            return importlib.import_module(path.removeprefix(INSTALLED).replace("/", "."))
+    label, spec = path.removeprefix(INSTALLED).replace("/", "."), None
+    if not path.startswith(INSTALLED):
         file = Path(path).expanduser()
         if (why := no_file(file)) is not None:
             raise ConfigError(f"{where}: {why}; give a Python file.")
@@ -58,11 +56,14 @@ def load_file(path: str, where: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(label, file)
         if spec is None or spec.loader is None:
             raise ConfigError(f"{where}: it is not a Python file; give one that ends in .py.")
+    try:
+        if spec is None or spec.loader is None:
+            return importlib.import_module(label)
         module = sys.modules[label] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up
         spec.loader.exec_module(module)
     except BaseException as error:
         sys.modules.pop(label, None)
-        if isinstance(error, ConfigError) or is_interrupt(error):
+        if is_interrupt(error):
             raise
         raise ConfigError(f"{where}: importing it raised {describe(error)}.") from error
     return module

@@ -241,11 +241,3 @@ def test_names_of_facts_that_are_equal_keep_their_types() -> None:
     names: list[Any] = [1, True, 1.0, "1"]
     found = packed([Mark("reward", "reward", 0.0, 1.0, {names[at % 4]: at}) for at in range(3 * 2048)])
     assert [type(*mark.args) for mark in found][:8] == [int, bool, float, str] * 2
-
-
-def test_facts_that_contain_themselves_are_kept_as_they_are() -> None:
-    facts: dict[str, Any] = {}
-    facts["own"] = facts
-    found = list(packed([Mark("reward", "reward", 0.0, 1.0, facts) for _ in range(3 * 2048)]))
-    assert len(found) == 3 * 2048
-    assert all(mark.args is facts for mark in found)
