@@ -212,7 +212,7 @@ class Worker:
 def rewarding() -> Any:
     """Returns an agent whose rewards come at once."""
     from dataflow.reward_agent import RewardAgent
-    from dataflow.rewards.limits.limits import Limits
+    from dataflow.rewards.slots import Limits
 
     class Agent(RewardAgent, Slept):
         def __init__(self) -> None:

@@ -38,7 +38,7 @@ import dataflow
 from dataflow import Batch, Carried, Hosted, Latest, Pipeline, RewardAgent, stage
 from dataflow.cluster.process import settle_memory
 from dataflow.reward_agent import Limits
-from dataflow.rewards.decode import decoder
+from dataflow.rewards.arguments import decoder
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.judge.rubric import messages
 from dataflow.rewards.judge.server import start_judge

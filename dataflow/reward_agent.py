@@ -1,58 +1,46 @@
 """RewardAgent: sends every response to the reward function, and returns whole groups as they finish.
 
-It runs on one event loop without polling. Every request ends in exactly one of scored, failed (and handled by the
-declared rule) or cancelled; none is lost, and no score silently becomes zero.
-
-A free slot goes to the oldest queued request: training steps by number, then validations. So a straggler holds one slot
-and delays nothing else. ``dataflow/rewards/__init__.py`` shows the way of one request.
+One request is one coroutine, :meth:`RewardAgent._live`, whose body is the request's whole life: wait for a slot, call
+with a time-out, decide about another try, end. All runs on one event loop without polling. Every request ends in
+exactly one of scored, failed (and handled by the declared rule) or cancelled; none is lost, and no score silently
+becomes zero.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.cluster.frozen import FrozenExit
 from dataflow.errors import ConfigError, DataflowError
-from dataflow.rewards.decode import Decode
+from dataflow.rewards.arguments import Arguments, Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.functions import check_methods, load_reward
-from dataflow.rewards.groups import GroupCalls, close_reward, group_method, usage_of
-from dataflow.rewards.hedge import parse_hedge
-from dataflow.rewards.jobs import Arguments, Jobs
-from dataflow.rewards.ledger import Ledger
-from dataflow.rewards.limits.limits import Limits, check_endpoints
-from dataflow.rewards.limits.queues import EndpointQueue, Limiter
-from dataflow.rewards.limits.router import pooled, router_of
+from dataflow.rewards.latencies import Latencies, latency_summary
+from dataflow.rewards.ledger import Answer, Ledger, key_of
+from dataflow.rewards.methods import close_reward, endpoint_of, estimate_of, group_method, usage_of
 from dataflow.rewards.metrics import Metrics
 from dataflow.rewards.naming import MAIN, metric
-from dataflow.rewards.records import latency_summary
-from dataflow.rewards.requests import (
-    BESIDE,
-    ENDED,
-    GroupJob,
-    JobState,
-    Order,
-    Outcome,
-    Request,
-    Rows,
-    Scored,
-    ScoringJob,
-    Step,
-    StepRequests,
-    Ticket,
-)
-from dataflow.rewards.retry import Retry
-from dataflow.rewards.scorer import Scorer
+from dataflow.rewards.requests import BESIDE, ENDED, Failed, Job, Order, Request, Scored, Step, StepRequests, Ticket
+from dataflow.rewards.results import read_result, read_scores, tokens_used
+from dataflow.rewards.retry import Hedge, Retry, brief, is_overload, is_throttle, is_timeout, retry_after_s
+from dataflow.rewards.slots import Item, Limits, Slot, Slots, check_endpoints
 from dataflow.rewards.steps import Steps
 from dataflow.system import clock
+from dataflow.system.secrets import redact_known
 from dataflow.usercode.calls import Calls
-from dataflow.usercode.failures import is_ours
-from dataflow.usercode.load import describe, name_of
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import message_of
+from dataflow.usercode.load import describe, fix_of, is_async, name_of, raised, what_happened
 
 __all__ = ["BESIDE", "MAIN", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary",
            "load_reward", "metric"]  # fmt: skip
@@ -64,6 +52,18 @@ _NO_SUMS = frozenset(
     ]
 )
 """Stats that are those of now, or that the summary of a step counts itself; all others are sums so far."""
+_ADMITTED = 64
+"""Rows for which jobs are made before the event loop runs something else."""
+_AHEAD = 4 * _ADMITTED
+"""Queued jobs of a step from which on no further ones are made: its last responses need not be decoded yet."""
+_LOGS = 8  # concurrent calls of the user's log
+_CLOSE_S = 3.0
+
+
+class BadScore(ValueError):
+    """The value that a reward function returned is not a score."""
+
+    fix = "return a finite number, (score, query, explanation) or a dict with 'score'"
 
 
 class RewardAgent:
@@ -119,35 +119,45 @@ class RewardAgent:
         name: str = MAIN,
     ) -> None:
         self.name, self._reward = name, compute_score
-        self._wants_ids = bool(getattr(compute_score, "wants_response_ids", False))
+        self.limits, self.retry, self.ledger = limits or Limits(), retry or Retry(), ledger
         self._function = getattr(compute_score, "compute_score", compute_score)
-        self._post_process = group_method(compute_score, post_process_scores)
         if isinstance(compute_score, type) or not callable(self._function):
             raise ConfigError(f"compute_score={compute_score!r}; give a function or an object with compute_score.")
-        self.retry = retry or Retry()
-        self.ledger = ledger
-        self.steps = Steps(parse_rule(on_failure), max_failed_share, self._on_cancel, self._on_end, name)
-        parse_hedge(hedge_after)
         check_methods(compute_score)
-        self._router = router_of(compute_score)
-        check_endpoints(compute_score, limits or Limits())
-        self.limits = pooled(limits or Limits(), self._router)
+        check_endpoints(compute_score, self.limits)
         if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
             self.retry = replace(self.retry, predicate=predicate)
+        self._is_async = is_async(self._function)
+        self._post_process = group_method(compute_score, post_process_scores)
+        self._compares = callable(getattr(compute_score, "compute_group", None))
+        self._wants_ids = bool(getattr(compute_score, "wants_response_ids", False))
+        self._log = getattr(compute_score, "log", None)
+        self._endpoint = getattr(compute_score, "endpoint", None) if self.limits.endpoints else None
+        rated = any(each.tpm is not None for each in (self.limits, *self.limits.endpoints.values()))
+        self._tokens = getattr(compute_score, "tokens", None) if rated else None
+        self._unmetered = rated and self._tokens is None
         self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
-        self._hedge_after = hedge_after
-        self._decode, self._metrics = decode, metrics
-        self._report_timer: asyncio.TimerHandle | None = None
-        self._frozen_exit = frozen_exit
-        counts = self.steps.counts
-        self._jobs = Jobs(compute_score, self.limits, ledger, share_equal, scorer, counts)
+        # With keys or endpoints all rows become jobs at once: equal rows must be found, and no queue may run empty
+        # behind another.
+        together = ledger is not None or share_equal or self._endpoint is not None
+        self._ahead = math.inf if together else _AHEAD
+        self._share_equal, self._scorer, self._decode = share_equal, scorer, decode
+        self._hedge, self._metrics, self._frozen_exit = Hedge(hedge_after), metrics, frozen_exit
+        self.steps = Steps(parse_rule(on_failure), max_failed_share, self._on_cancel, name)
+        self._counts: Counter[str] = self.steps.counts
+        self._latency_s = Latencies()
+        self._by_key: dict[bytes, Job] = {}
+        self._sequence = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._logging, self._log_failed = 0, False
         self._reported: dict[str, float] = {}
+        self._report_timer: asyncio.TimerHandle | None = None
         # Bound to the event loop by the first submit.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: Calls
-        self._limiter: Limiter
-        self._scorer: Scorer
-        self._groups: GroupCalls
+        self._slots: Slots
+
+    # --- what stages call ---------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -180,9 +190,8 @@ class RewardAgent:
         arguments = Arguments(samples, self._decode, self._wants_ids)
         self._bind()
         state, requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
-        state.unadmitted.append(Rows(arguments.rows, requests, clock.now()))
+        self._spawn(self._admit(state, requests, arguments, clock.now()))
         self._report_soon()
-        self._admit_soon(state)
         return ticket
 
     async def collect(
@@ -218,8 +227,9 @@ class RewardAgent:
         if self._loop is not None:
             self._bind()
         batch = await self.steps.collect(step, k, order, last, groups)
-        batch.meta["limits"] = self._scorer.limit_changes()
-        self._groups.log(batch)
+        batch.meta["limits"] = self._slots.take_changes()
+        if self._log is not None:
+            self._spawn(self._call_log(self._log, batch))
         if self.ledger is not None:
             self.ledger.collected(step, batch.ids)
         return batch
@@ -241,23 +251,21 @@ class RewardAgent:
         Raises:
             DataflowError: the user's ``usage`` raised an error or returned something else than finite numbers.
         """
-        names = ("requested", "scored", "failed", "cancelled", "cached", "shared")
-        counts = {name: self.steps.counts[name] for name in names}
+        names = ("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED)
+        counts = {name: self._counts[name] for name in names}
         now: dict[str, Any] = {"waiting": 0, "running": 0, "peak": 0, "abandoned": 0, "steps": len(self.steps.live)}
-        tried = dict.fromkeys(("retried", "hedged", "timed_out", "throttled"), 0)
         if self._loop is not None:
-            tried = {name: self._scorer.counts[name] for name in tried}
-            queues = self._limiter.queues
+            queues = self._slots.queues
             now |= {
                 "waiting": self.steps.waiting(),
-                "running": self._limiter.running,
-                "peak": self._limiter.peak,
+                "running": self._slots.running,
+                "peak": self._slots.peak,
                 "abandoned": self._calls.abandoned,
                 "limit": {name: int(queue.limit) for name, queue in queues.items()},
                 "rate_limit_wait_s": sum(queue.waited_s for queue in queues.values()),
             }
-        spent = usage_of(self._reward, self.steps.counts["tokens"])
-        return {**counts, **tried, **now, **spent, "latency_s": self._jobs.latency_s.summary()}
+        spent = usage_of(self._reward, self._counts["tokens"])
+        return {**counts, **now, **spent, "latency_s": self._latency_s.summary()}
 
     def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """Returns how much the sums among the stats have grown since the last call: the share of one step."""
@@ -272,10 +280,12 @@ class RewardAgent:
             return
         self._report()
         if self._loop is not None:
-            self._limiter.close()
-            # User code may ignore its cancellation, which must not keep the process alive.
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+            self._slots.close()
             await self._calls.close()
-            await self._scorer.close()
         try:
             if self.ledger is not None:
                 await asyncio.to_thread(self.ledger.close)
@@ -285,6 +295,355 @@ class RewardAgent:
             finally:
                 if self._frozen_exit is not None and self._loop is not None:
                     self._frozen_exit.close()
+
+    # --- the life of a request ----------------------------------------------------------------------------------
+
+    async def _admit(
+        self, state: StepRequests, requests: Sequence[Request], arguments: Arguments, submitted: float
+    ) -> None:
+        """Starts the life of each request, or ends it with the answer that the ledger has.
+
+        A few rows at a time, so that a large step does not block calls in flight; and no more than can begin soon.
+        """
+        async with state.turn:
+            for begin in range(0, len(requests), _ADMITTED):
+                if state.over:
+                    return
+                rows = requests[begin : begin + _ADMITTED]
+                try:
+                    self._admit_rows(state, rows, arguments.rows(begin, begin + len(rows)), submitted)
+                except Exception as error:  # reading a request may run the user's code
+                    why = describe(error).rstrip(".")
+                    self.steps.fail(state, f"reward agent: step {state.key} cannot be sent: {why}.", error)
+                await asyncio.sleep(0)
+                while state.queued >= self._ahead and not state.over:
+                    state.room.clear()
+                    await state.room.wait()
+
+    def _admit_rows(
+        self, state: StepRequests, requests: Sequence[Request], keywords: list[dict[str, Any]], submitted: float
+    ) -> None:
+        for request, own, key, answer in self._looked_up(state, requests, keywords):
+            if self._compares:
+                request.arguments = own
+            if not request.open:
+                continue  # its group was dropped meanwhile, or its step has failed
+            if answer is not None:
+                self._counts["cached"] += 1
+                request.begin = request.end = clock.now()
+                # Samples with the same key have the same answer, each with columns of its own.
+                self._route(request, Scored(answer.score, own_copy(answer.extras), "ledger"))
+            else:
+                self._start(state, request, own, key, submitted)
+
+    def _looked_up(
+        self, state: StepRequests, requests: Sequence[Request], keywords: list[dict[str, Any]]
+    ) -> list[tuple[Request, dict[str, Any], bytes | None, Answer | None]]:
+        """Returns each request with its arguments, its key, and its answer in the ledger."""
+        if self.ledger is None and not self._share_equal:
+            return [(request, own, None, None) for request, own in zip(requests, keywords, strict=True)]
+        keys = [key_of(own, self._scorer) for own in keywords]
+        rows = [(request.group, request.sample, key) for request, key in zip(requests, keys, strict=True)]
+        known = {} if self.ledger is None else self.ledger.submitted(state.key, rows)
+        return [
+            (request, own, key, known.get((request.group, request.sample)))
+            for request, own, key in zip(requests, keywords, keys, strict=True)
+        ]
+
+    def _start(
+        self, state: StepRequests, request: Request, keywords: dict[str, Any], key: bytes | None, submitted: float
+    ) -> None:
+        """Starts a job for a request, or adds the request to the one in flight for an equal one."""
+        self._sequence += 1
+        priority = (*state.priority, self._sequence)
+        job = self._by_key.get(key) if self._share_equal and key is not None else None
+        if job is not None:
+            self._counts["shared"] += 1
+            request.source, request.job = "shared", job
+            job.requests.append(request)
+            if state.priority < job.priority[:2]:  # a job has the priority of the earliest step that needs it
+                job.priority = priority
+                self._slots.promote(job)
+            return
+        job = request.job = Job(priority, submitted, arguments=keywords, key=key, requests=[request])
+        if self._endpoint is not None:
+            job.endpoint = endpoint_of(self._endpoint, keywords)
+        if self._tokens is not None:
+            job.tokens = estimate_of(self._tokens, keywords)
+        if self._share_equal and key is not None:
+            self._by_key[key] = job
+        state.queued += 1
+        job.task = self._spawn(self._live(job))
+
+    async def _live(self, job: Job) -> None:
+        """The life of a request, from its wait for a first slot to its end: this is all that happens to it.
+
+        A failed try is followed by another one while the error is transient (:func:`is_transient`, or the user's
+        ``retry_on``), tries are left, and the deadline allows it. A service that answers 429 with a Retry-After gets no
+        request at all until that is over (:meth:`_call`), and this one waits for it and for a random backoff.
+        """
+        error: Exception | None = None
+        while True:
+            slot = await self._slot(job)
+            if slot is None:
+                assert error is not None
+                why = f"its deadline of {self.retry.deadline_s:g} s passed while it was queued for another"
+                break
+            answer = await self._try(job, slot)
+            if isinstance(answer, Scored):
+                self._end(job, answer)
+                return
+            error, why = answer, ""
+            if getattr(error, "fatal", None) is True or job.tries >= self.retry.tries:
+                break
+            try:
+                if not self.retry.again(error):
+                    break
+            except Exception as own:
+                error, why = own, f"the predicate for retries raised {describe(own)}"
+                break
+            wait_s = self.retry.wait_s(job.tries, error)
+            if self._now() + wait_s >= job.deadline:
+                why = f"its deadline of {self.retry.deadline_s:g} s leaves no time for another"
+                break
+            job.errors[-1] += f", {wait_s:.3g} s"
+            await asyncio.sleep(wait_s)
+        self._end(job, Failed(self._message(job, error, why), error))
+
+    async def _slot(self, job: Job) -> Slot | None:
+        """Waits for a slot; returns None if the deadline of the job passes before it has one."""
+        if job.deadline == math.inf:
+            return await self._slots.acquire(job)
+        try:
+            async with asyncio.timeout_at(job.deadline):
+                return await self._slots.acquire(job)
+        except TimeoutError:
+            return None
+
+    async def _try(self, job: Job, slot: Slot) -> Scored | Exception:
+        """Returns the answer of one try, or its error. A call that takes long gets a second one beside it: a hedge."""
+        begun = clock.now()
+        if not job.tries:
+            job.begin, job.first_held_by = begun, job.held_by
+            if self.retry.deadline_s is not None:
+                job.deadline = self._now() + self.retry.deadline_s
+            self._on_dequeued(job.requests[0].step)
+        job.tries += 1
+        after_s = self._hedge.after_s
+        first = self._call(job, slot)
+        answer = await (first if after_s is None else self._hedged(job, first, after_s))
+        if isinstance(answer, Scored):
+            # Also if the second call was faster: a percentile of the winners alone would keep falling.
+            self._hedge.answered(clock.now() - begun)
+        return answer
+
+    async def _hedged(
+        self, job: Job, first: Coroutine[Any, Any, Scored | Exception], after_s: float
+    ) -> Scored | Exception:
+        """Returns the first answer of two calls, the second of which begins after some seconds; or the last error."""
+        calls: set[asyncio.Future[Scored | Exception | None]] = {asyncio.ensure_future(first)}
+        last: Exception | None = None
+        try:
+            if not (await asyncio.wait(calls, timeout=after_s))[0]:
+                calls.add(asyncio.ensure_future(self._second(job)))
+            while calls:
+                done, calls = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                for answer in [call.result() for call in done]:
+                    if isinstance(answer, Scored):
+                        return answer
+                    last = answer or last
+                if not job.running:
+                    break  # a second call that still waits for a slot is not sent
+        finally:
+            for call in calls:
+                call.cancel()
+        assert last is not None
+        return last
+
+    async def _second(self, job: Job) -> Scored | Exception | None:
+        slot = await self._slot(job)
+        if slot is None:
+            return None
+        if not job.running:  # the first has ended meanwhile
+            self._slots.release(slot)
+            return None
+        answer = await self._call(job, slot, hedge=True)
+        if isinstance(answer, Scored):
+            answer.source = "hedged"
+        return answer
+
+    async def _call(self, job: Job, slot: Slot, hedge: bool = False) -> Scored | Exception:
+        """Calls the user's function in a slot, which is free when its code has ended or is abandoned."""
+
+        def free(result: Any, error: BaseException | None) -> None:
+            overloaded = error is not None and is_overload(error)
+            if error is not None and overloaded and (pause_s := retry_after_s(error)):
+                # Before the slot is free, which would start the next request. And no longer than a deadline: those that
+                # wait must find out by their own tries that it is out of reach.
+                self._slots.pause(slot.queue, min(pause_s, self.retry.deadline_s or math.inf))
+            self._slots.release(slot, overloaded, error is not None, tokens_used(result))
+
+        if hedge:
+            self._counts["hedged"] += 1
+        elif job.tries > 1:
+            self._counts["retried"] += 1
+        job.server = slot.queue.name
+        limits = (self.retry.timeout_s, None if job.deadline == math.inf else max(0.0, job.deadline - self._now()))
+        timeout_s = min((limit for limit in limits if limit is not None), default=None)
+        begun = clock.now()
+        job.running += 1
+        try:
+            call = partial(self._called, job.arguments)
+            result = await self._calls.run(call, {}, timeout_s, free, self._is_async)
+            try:
+                score, extras = read_result(result)
+                # These columns hold texts of servers, and are kept and shown.
+                return Scored(score, redact_known(extras) if extras else extras)
+            except Exception as bad:  # reading it may run the user's code: a tensor's, a mapping's
+                raise BadScore(message_of(bad)) from bad
+        except Exception as error:
+            self._on_error(job, error)
+            job.last_s = clock.now() - begun
+            return error
+        finally:
+            job.running -= 1
+
+    def _called(self, arguments: Mapping[str, Any]) -> Any:
+        # A copy: a try must not see what an earlier one, or another sample's, changed.
+        return self._function(**own_copy(arguments))
+
+    def _on_error(self, job: Job, error: Exception) -> None:
+        """Counts a failed call."""
+        job.errors.append(brief(error))
+        if is_timeout(error):
+            self._counts["timed_out"] += 1
+            job.timed_out += 1
+        if is_throttle(error):
+            self._counts["throttled"] += 1
+            job.throttled += 1
+
+    def _message(self, job: Job, error: Exception, why: str) -> str:
+        """Returns what happened and how to fix it."""
+        name = f"'{name_of(self._function)}'"
+        verb = f"returned {error}" if isinstance(error, BadScore) else what_happened(error)
+        reasons = [each.partition(",")[0] for each in job.errors]
+        if job.tries > 1 and len(set(reasons)) > 1:
+            verb = f"failed on each of {job.tries} tries: {', '.join(reasons)}; it {verb}"
+        elif job.tries > 1:
+            verb += f" on each of {job.tries} tries"
+        if job.tries > 1 or isinstance(error, TimeoutError):
+            verb += f" (last: {job.last_s:.1f} s)"
+        return f"{name} {verb}{'; ' + why if why else ''}; {fix_of(error)}."
+
+    def _end(self, job: Job, outcome: Scored | Failed) -> None:
+        """Ends each request of a job: writes it to the ledger, and routes it to its step."""
+        requests, end = self._take_requests(job), clock.now()
+        if isinstance(outcome, Scored):
+            self._latency_s.append(end - job.begin)
+            self._count_tokens(outcome.extras)
+        failed_tries, alone = "; ".join(job.errors), len(requests) == 1
+        for request in requests:
+            request.begin = request.end = end
+            if request.source != "shared":  # which used no time of the service
+                request.begin, request.tries, request.notes = job.begin, job.tries, job.notes
+            if self.ledger is not None and job.key is not None:
+                where = request.step.key, request.group, request.sample, job.key
+                if isinstance(outcome, Failed):
+                    self.ledger.failed(*where, outcome.message, failed_tries)
+                else:
+                    answer = Answer(outcome.score, outcome.extras, end - job.begin, job.tries)
+                    self.ledger.answered(*where, answer, failed_tries)
+            if request.open:
+                if isinstance(outcome, Scored) and not alone:
+                    self._route(request, replace(outcome, extras=own_copy(outcome.extras)))
+                else:
+                    self._route(request, outcome)
+        self._report_soon()
+
+    def _route(self, request: Request, outcome: Scored | Failed) -> None:
+        """Gives a request its outcome; the last one of a group passes the group on."""
+        state = request.step
+        if isinstance(outcome, Scored):
+            request.source = request.source or outcome.source
+            whole = self.steps.scored(request, outcome.score, outcome.extras)
+        else:
+            whole = self.steps.failed(request, outcome.message, outcome.error)
+        if whole and self._post_process is not None and any(each.kept for each in state.groups[request.group]):
+            self._spawn(self._post_process_group(state, request.group))
+        elif whole:
+            self.steps.arrive(state, request.group)
+        if isinstance(outcome, Failed):
+            self.steps.check_failed_share(state, outcome.error)
+
+    async def _post_process_group(self, state: StepRequests, group: int) -> None:
+        """Replaces the scores of a whole group by what the user's method returns for them, and passes the group on."""
+        assert self._post_process is not None
+        function, takes_samples = self._post_process
+        slot = await self._slots.acquire(Item((*state.priority, 0), clock.now()), local=True)
+        if state.over:
+            self._slots.release(slot)
+            return
+        kept = [request for request in state.groups[group] if request.kept]
+        given: list[Any] = [[request.score for request in kept]]
+        if takes_samples:
+            given.insert(0, [own_copy(dict(request.arguments or {})) for request in kept])
+        where = f"group {group} of step {state.key}"
+        try:
+            call, free = partial(function, *given), lambda _result, _error: self._slots.release(slot)
+            result = await self._calls.run(call, {}, self.retry.timeout_s, free)
+        except Exception as error:
+            self.steps.fail(state, raised(where, function, error), error)
+            return
+        try:
+            scores = read_scores(result, len(kept))
+        except Exception as error:
+            what, fix = message_of(error), f"return a list of {len(kept)} finite numbers"
+            self.steps.fail(state, f"{where}: '{name_of(function)}' returned {what}; {fix}.", error)
+            return
+        if state.over:
+            return
+        for request, score in zip(kept, scores, strict=True):
+            request.score = score
+        self.steps.arrive(state, group)
+
+    def _on_cancel(self, request: Request) -> None:
+        """Cancels the job of a request, unless other requests share it."""
+        job, request.job = request.job, None
+        if job is None:
+            return
+        job.requests.remove(request)
+        if job.requests:
+            return
+        self._take_requests(job)
+        if not job.tries:
+            self._on_dequeued(request.step)
+        if job.task is not None:
+            job.task.cancel()
+        self._report_soon()
+
+    def _take_requests(self, job: Job) -> list[Request]:
+        requests, job.requests = job.requests, []
+        if job.key is not None and self._by_key.get(job.key) is job:
+            del self._by_key[job.key]
+        for request in requests:
+            request.job = None
+        return requests
+
+    def _on_dequeued(self, state: StepRequests) -> None:
+        state.queued -= 1
+        state.room.set()
+
+    def _count_tokens(self, extras: Mapping[str, Any]) -> None:
+        used = tokens_used(extras)
+        self._counts["tokens"] += used or 0
+        if self._unmetered and used is None:
+            logger.warning(
+                "reward.tpm limits nothing: '{}' has no method tokens, and its answers have no column 'tokens'.",
+                name_of(self._reward),
+            )
+        self._unmetered = False
+
+    # --- the event loop -----------------------------------------------------------------------------------------
 
     def _bind(self) -> None:
         """Binds the agent to the running event loop.
@@ -297,101 +656,63 @@ class RewardAgent:
         except RuntimeError as error:
             raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
         if self._loop is None:
-            self._open(loop)
+            if self._frozen_exit is not None:
+                self._frozen_exit.start()
+            self._calls, self._slots = Calls(self._on_abandoned), Slots(self.limits)
             self._loop = loop
         if self._loop is not loop:
             raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Makes what runs on the agent's event loop."""
-        if self._frozen_exit is not None:
-            self._frozen_exit.start()
-        retry, on_bug = self.retry, self.steps.on_bug
-        calls = self._calls = Calls(self._on_abandoned, on_bug)
-        limiter = self._limiter = Limiter(self.limits, self._start, on_bug)
-        options = retry, self._hedge_after, self._on_outcome, self._router
-        self._scorer = Scorer(self._function, calls, limiter, *options)
-        post, log = self._post_process, getattr(self._reward, "log", None)
-        self._groups = GroupCalls(post, log, calls, limiter, retry.timeout_s, self.steps)
+    def _now(self) -> float:
+        assert self._loop is not None
+        return self._loop.time()
 
-    def _admit_soon(self, state: StepRequests) -> None:
-        """Schedules the admission of a step's next rows, unless enough of its jobs are queued."""
-        if not state.admitting and self._jobs.may_admit(state):
-            state.admitting = True
-            asyncio.get_running_loop().call_soon(self._admit, state)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine as a task of the agent; an error of it, which is the agent's own, ends all steps."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_end)
+        return task
 
-    def _admit(self, state: StepRequests) -> None:
-        """Queues jobs for the next rows of a step, and routes the outcomes that are known already."""
-        state.admitting = False
-        if state.over or not state.unadmitted:
-            return
-        try:
-            for request, found in self._jobs.admit(state):
-                if not isinstance(found, ScoringJob):
-                    self._route(request, found)
-                elif found.state is JobState.NEW:
-                    self._scorer.score(found)
-                else:
-                    self._scorer.reprioritise(found)
-                if state.over:
-                    return
-        except BaseException as error:  # reading a request may run the user's code
-            if is_ours(error):
-                raise
-            why = describe(error).rstrip(".")
-            self.steps.fail(state, f"reward agent: step {state.key} cannot be sent: {why}.", error)
-            return
-        self._limiter.fill()
-        self._admit_soon(state)
-
-    def _start(self, item: ScoringJob | GroupJob, queue: EndpointQueue) -> None:
-        """Starts what the limiter grants a slot."""
-        if isinstance(item, GroupJob):
-            self._groups.start(item, queue)
-            return
-        if not item.tries:
-            self._on_dequeued(item.requests[0].step)
-        self._scorer.start(item, queue)
-
-    def _on_dequeued(self, state: StepRequests) -> None:
-        state.queued_jobs -= 1
-        self._admit_soon(state)
-
-    def _on_outcome(self, job: ScoringJob, outcome: Outcome) -> None:
-        for request, own in self._jobs.end(job, outcome):
-            self._route(request, own)
-        self._report_soon()
-
-    def _route(self, request: Request, outcome: Outcome) -> None:
-        """Gives a request its outcome, and passes its group on if it is the last one of that."""
-        state = request.step
-        if isinstance(outcome, Scored):
-            whole = self.steps.scored(request, outcome)
-        else:
-            whole = self.steps.failed(request, outcome.message, outcome.error)
-        if whole:
-            self._groups.finish(state, request.group)
-        if not isinstance(outcome, Scored):
-            self.steps.check_failed_share(state, outcome.error)
-
-    def _on_cancel(self, request: Request) -> None:
-        """Cancels the job of a request, unless other requests share it."""
-        job = self._jobs.detach(request)
-        if job is not None:
-            if not job.tries:
-                self._on_dequeued(request.step)
-            self._scorer.cancel(job)
-
-    def _on_end(self, _state: StepRequests) -> None:
-        self._report_soon()
-        if self._loop is not None and not self.steps.closed:
-            self._limiter.fill()
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.steps.on_bug(error)
 
     def _on_abandoned(self, count: int) -> None:
         if count > self._max_abandoned and not self.steps.closed:
             name, limit = name_of(self._function), f"more than reward.max_abandoned={self._max_abandoned} allows"
             fix = "give its own requests a time-out, or raise reward.timeout"
             self.steps.halt(f"{count} calls of '{name}' keep running after their time is over, {limit}; {fix}.", None)
+
+    # --- logs and metrics ---------------------------------------------------------------------------------------
+
+    async def _call_log(self, log: Callable[..., Any], rewards: Batch) -> None:
+        """Calls the user's ``log`` with collected rewards; its first error is logged, and none ends the run."""
+        if self._logging >= _LOGS:
+            self._warn_of_log(f"has not returned from {_LOGS} calls, so that it is left out of further ones")
+            return
+        self._logging += 1
+        records, columns = rewards.meta["records"], rewards.columns
+        keywords = {
+            "timestamps": [record["begin"] for record in records],
+            "queries": own_copy(list(columns.get("query", [None] * len(records)))),
+            "results": rewards["score"].tolist(),
+            "latencies": [record["end"] - record["begin"] for record in records],
+            "group_uids": rewards.groups.tolist(),
+        }
+        try:
+            # Without a time-out: it delays nothing, and an abandoned call would count as one of the scoring function.
+            await self._calls.run(log, keywords)
+        except Exception as error:
+            self._warn_of_log(f"raised {describe(error)}")
+        finally:
+            self._logging -= 1
+
+    def _warn_of_log(self, what: str) -> None:
+        if not self._log_failed:
+            self._log_failed = True
+            logger.warning("reward log: '{}' {}; the run continues.", name_of(self._log), what)
 
     def _report_soon(self) -> None:
         """Schedules a report to the metrics, which covers all changes until then."""

@@ -114,7 +114,7 @@ class RewardConfig(Section):
     @field_validator("hedge_after")
     @classmethod
     def _hedge_after_is_a_time(cls, after: str | float | None) -> str | float | None:
-        from dataflow.rewards.hedge import parse_hedge
+        from dataflow.rewards.retry import parse_hedge
 
         parse_hedge(after)
         return after

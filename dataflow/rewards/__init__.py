@@ -2,27 +2,18 @@
 
 The way of one request, from ``submit`` to ``collect``; each line names the function and its file::
 
-    RewardAgent.submit              reward_agent.py    returns a ticket at once
-      Steps.check, Steps.add        steps.py           a Request for each row, by group
-    RewardAgent._admit              reward_agent.py    on the next turns of the event loop, some rows at a time
-      Jobs.admit                    jobs.py            a ScoringJob, or the answer that the ledger has
-      Scorer.score                  scorer.py          NEW -> QUEUED
-        EndpointQueue.push          limits/queues.py
-    Limiter.fill                    limits/queues.py   whenever a slot or a rate allows one more call
-      RewardAgent._start            reward_agent.py
-        Scorer.start                scorer.py          QUEUED -> RUNNING
-          Calls.start               ../usercode/calls.py   runs the user's function
-
-    the function returned, raised an error, or timed out
-      Scorer._on_done               scorer.py          RUNNING -> DONE; or -> BACKOFF -> QUEUED for another try
-      Scorer._on_freed              scorer.py
-        Limiter.release             limits/queues.py   frees the slot, and adapts the limit after 429 or a time-out
-      RewardAgent._on_outcome       reward_agent.py    Scored or Failed, for each request of the job
-        Steps.scored, Steps.failed  steps.py           the failure rule; OPEN -> SCORED, FAILED or CANCELLED
-        GroupCalls.finish           groups.py          for the last request of a group: post_process_scores
-        Steps.arrive                steps.py           wakes the waiter that has its groups
-
-    RewardAgent.collect             reward_agent.py    Steps.collect (steps.py) waits, and returns the rewards
-
-States and their allowed changes are in requests.py.
+    RewardAgent.submit              ../reward_agent.py  returns a ticket at once
+      Steps.add                     steps.py            a Request (requests.py) for each row, by group
+    RewardAgent._admit              ../reward_agent.py  a Job, or the answer that the ledger has
+    RewardAgent._live               ../reward_agent.py  the life of a job:
+      Slots.acquire                 slots.py            waits for a slot: oldest step first, within rates and pauses
+      RewardAgent._try, _call       ../reward_agent.py  calls the user's function, with a second call if it is slow
+        Calls.run                   ../usercode/calls.py    as a task or in a thread, under a time-out
+        Slots.release               slots.py            frees the slot, and adapts the limit after 429 or a time-out
+      Retry.again, Retry.wait_s     retry.py            after an error: another try?
+      RewardAgent._end, _route      ../reward_agent.py  Scored or Failed, for each request of the job
+        Steps.scored, Steps.failed  steps.py            the failure rule (failure.py)
+    RewardAgent._post_process_group ../reward_agent.py  after the last request of a group: post_process_scores
+      Steps.arrive                  steps.py            wakes the waiter that has its groups
+    RewardAgent.collect             ../reward_agent.py  Steps.collect (steps.py) waited, and returns the rewards
 """

@@ -1,8 +1,8 @@
-"""The state of a step in the reward agent: its requests by group, their scoring jobs, and its waiters.
+"""What a step in flight consists of: its requests by group, their jobs, and the waiters for whole groups.
 
-A *request* is one sample that needs a score. A *scoring job* is the work of getting one score; requests with the same
-prompt and response may share a job. A *step* holds its requests by group and returns whole groups. The states of
-requests and jobs are explicit, and a change that is not allowed raises an error. Nothing here uses an event loop.
+A *request* is one sample that needs a score. It is open, and then ends once: scored, failed or cancelled. A *job* is
+the work of getting one score; equal requests may share one. A *group* is unfinished, then arrived, then collected; or
+it is lost, and an extra one takes its place. Nothing here calls user code.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import groupby
 from typing import Any, Literal
 
 from dataflow.rewards.failure import FailureRule
 from dataflow.rewards.filter import GroupFilter
-from dataflow.usercode.calls import Call
+from dataflow.rewards.slots import Item
 
 Step = int | str
 BESIDE = "beside:"
 """Begins the name of a step whose requests have the priority of a training step: ``beside:3`` goes with step 3."""
 Order = Literal["arrival", "index"]
+State = Literal["open", "scored", "failed", "cancelled"]
 
 ENDED = ("throttled", "timed_out")
 """Ways in which a call of a request ended without a score that are counted."""
-NOTES = ("queued_s", "held_by", *ENDED, "endpoint", "resent", "failed_tries")
-"""Keys that a request's notes may have."""
 _NO_WAIT_S = 0.01
 
 
@@ -47,44 +45,6 @@ class Ticket:
         return Ticket(tickets[0].step, groups, sum(ticket.requests for ticket in tickets))
 
 
-class RequestState(Enum):
-    """State of a request; ``OPEN`` is the only one that is left, and it is left once."""
-
-    OPEN = "open"
-    SCORED = "scored"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-class JobState(Enum):
-    """State of a scoring job; :data:`CHANGES` has the allowed changes."""
-
-    allowed: tuple[JobState, ...]
-    """The states that it may change to."""
-
-    NEW = "new"
-    QUEUED = "queued"
-    RUNNING = "running"
-    HEDGING = "hedging"
-    """A call runs, and a second one is queued."""
-    BACKOFF = "backoff"
-    """Waits on a timer before its next try is queued."""
-    DONE = "done"
-
-
-CHANGES: Mapping[JobState, frozenset[JobState]] = {
-    JobState.NEW: frozenset({JobState.QUEUED, JobState.DONE}),
-    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.DONE}),
-    JobState.RUNNING: frozenset({JobState.HEDGING, JobState.BACKOFF, JobState.DONE}),
-    JobState.HEDGING: frozenset({JobState.RUNNING, JobState.QUEUED, JobState.DONE}),
-    JobState.BACKOFF: frozenset({JobState.QUEUED, JobState.DONE}),
-    JobState.DONE: frozenset(),
-}
-"""The states that each state of a job may change to."""
-for _state, _next in CHANGES.items():
-    _state.allowed = tuple(_next)  # looked up by attribute, since the hash of an Enum is slow
-
-
 @dataclass(eq=False, slots=True)
 class Request:
     """One sample to score; ``begin`` and ``end`` are seconds of ``clock.now()``."""
@@ -92,19 +52,21 @@ class Request:
     step: StepRequests
     group: int
     sample: int
-    state: RequestState = RequestState.OPEN
+    state: State = "open"
     score: float = math.nan
     extras: dict[str, Any] = field(default_factory=dict)
     begin: float = 0.0
     end: float = 0.0
     tries: int = 0
-    kept: bool = True  # False for a sample that no loss may use
-    arguments: Mapping[str, Any] | None = None  # of its call, if the reward compares the samples of a group
+    kept: bool = True
+    """False for a sample that no loss may use."""
+    arguments: Mapping[str, Any] | None = None
+    """Of its call, if the reward compares the samples of a group."""
     source: str = ""
     """Where its score came from, if not from a call of its own: ``ledger``, ``shared`` or ``hedged``."""
     notes: Mapping[str, Any] | None = None
-    """What delayed it, see :attr:`ScoringJob.notes`."""
-    job: ScoringJob | None = None
+    """What delayed it, see :attr:`Job.notes <dataflow.reward_agent.Job.notes>`."""
+    job: Job | None = None
     """The job that it waits for."""
 
     def __str__(self) -> str:
@@ -112,90 +74,55 @@ class Request:
 
     @property
     def open(self) -> bool:
-        return self.state is RequestState.OPEN
+        return self.state == "open"
 
     @property
     def how(self) -> str:
         """How it ended, if not with a score from a call of its own: ``failed``, ``cancelled`` or its source."""
-        return self.state.value if self.state in (RequestState.FAILED, RequestState.CANCELLED) else self.source
-
-    def end_as(self, state: RequestState) -> None:
-        """Ends the request."""
-        assert self.state is RequestState.OPEN is not state, f"{self}: {self.state.value} -> {state.value}"
-        self.state = state
+        return self.state if self.state in ("failed", "cancelled") else self.source
 
 
-@dataclass(eq=False, slots=True)
-class ScoringJob:
-    """The work behind one or several requests. It is queued anew for each try, and for a hedge."""
+@dataclass(eq=False, kw_only=True)
+class Job(Item):
+    """The work of getting one score, for one request or for several equal ones (``share_equal``)."""
 
     arguments: dict[str, Any]
     key: bytes | None
-    priority: tuple[int, int, int]
-    """Its position among all queued jobs; the smallest starts first."""
     requests: list[Request]
-    endpoint: str = ""
-    tokens: int = 0
-    """Estimate of the tokens that a call uses."""
-    prefers: str = ""  # see Queued
-    avoids: tuple[str, ...] = ()
-    doubted: tuple[str, ...] = ()
-    """Servers that answered it badly, see :meth:`Router.may_differ`."""
-    server: str = ""
-    """The endpoint of the call that answered, or of the last one; "" if it has no limits of its own."""
-    resent: int = 0
-    """Calls that went to another server since one failed; they are no tries."""
-    state: JobState = JobState.NEW
+    task: asyncio.Task[None] | None = None
     begin: float = 0.0
     """When its first call began, in seconds of ``clock.now()``."""
+    first_held_by: str = ""
+    """What that waited for."""
     deadline: float = math.inf
     """Seconds of the loop's clock."""
     tries: int = 0
-    again: bool = False
-    """Whether its next call is a try after the first, and no call to another server."""
-    queued_at: float = 0.0
-    """When it was submitted, in seconds of ``clock.now()``."""
-    held_by: str = ""
-    """What its first call waited for: a free ``slot``, the ``rate`` limit, the end of a ``pause``; "" if unknown."""
+    running: int = 0
+    """Its calls in flight."""
+    server: str = ""
+    """The endpoint of its last call, if that has limits of its own."""
     timed_out: int = 0
-    """How many of its calls took too long."""
     throttled: int = 0
     """How many of its calls the service rejected with a status such as 429."""
     errors: list[str] = field(default_factory=list)
     """Why each failed call did, and the wait from it to a next try: ``HTTP 429, 2.1 s``."""
-    error: BaseException | None = None  # of the last call that failed
-    last_s: float = 0.0  # its duration
-    live: dict[Call, bool] = field(default_factory=dict)
-    """Running calls; the value is True for a hedge."""
-    timer: asyncio.TimerHandle | None = None
-    """Ends its backoff, starts its hedge, or ends a queued try at the deadline."""
-
-    def to(self, state: JobState) -> None:
-        """Changes the state."""
-        assert state in self.state.allowed, f"scoring job: {self.state.value} -> {state.value}"
-        self.state = state
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a call of it is queued."""
-        return self.state is JobState.QUEUED or self.state is JobState.HEDGING
-
-    @property
-    def second(self) -> bool:
-        return self.state is JobState.HEDGING
+    last_s: float = 0.0
+    """Duration of the last call that failed."""
 
     @property
     def notes(self) -> Mapping[str, Any] | None:
-        """Facts for the trace, by :data:`NOTES`: what it waited for (10 ms or more), its server, what went wrong."""
+        """Facts for the trace: what it waited for (10 ms or more), its server, what went wrong."""
         queued_s = self.begin - self.queued_at
-        held = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
-        facts = self.throttled, self.timed_out, self.server, self.resent, "; ".join(self.errors)
-        return held | {name: value for name, value in zip(NOTES[2:], facts, strict=True) if value} or None
+        waited = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.first_held_by}
+        held: dict[str, Any] = waited if queued_s >= _NO_WAIT_S else {}
+        facts: dict[str, Any] = {"throttled": self.throttled, "timed_out": self.timed_out, "endpoint": self.server}
+        facts["failed_tries"] = "; ".join(self.errors)
+        return held | {name: value for name, value in facts.items() if value} or None
 
 
 @dataclass(eq=False, slots=True)
 class Scored:
-    """Outcome of a job that got its score; for ``source`` see :attr:`Request.source`."""
+    """Outcome of a job; for ``source`` see :attr:`Request.source <dataflow.rewards.steps.Request.source>`."""
 
     score: float
     extras: dict[str, Any]
@@ -208,28 +135,7 @@ class Failed:
 
     message: str
     """What happened and how to fix it."""
-    error: BaseException
-
-
-Outcome = Scored | Failed
-
-
-@dataclass(eq=False, slots=True)
-class GroupJob:
-    """A group whose samples all have their scores, queued for ``post_process_scores``."""
-
-    step: StepRequests
-    group: int
-    priority: tuple[int, int, int]
-    endpoint: str = ""
-    tokens: int = 0
-    prefers: str = ""
-    avoids: tuple[str, ...] = ()
-    second: bool = False
-
-    @property
-    def wanted(self) -> bool:
-        return self.group in self.step.unfinished
+    error: Exception
 
 
 @dataclass(eq=False)
@@ -244,19 +150,8 @@ class Waiter:
 
 
 @dataclass(eq=False)
-class Rows:
-    """Samples submitted together; jobs exist for the first ``admitted`` of them."""
-
-    arguments: Callable[[int, int], list[dict[str, Any]]]
-    """Returns the keyword arguments of the calls of the rows from begin to end."""
-    requests: list[Request]
-    begin: float  # when they were submitted, in seconds of ``clock.now()``
-    admitted: int = 0
-
-
-@dataclass(eq=False)
 class StepRequests:
-    """A submitted step. Each group is unfinished, then arrived, then collected; or it is lost."""
+    """A submitted step."""
 
     key: Step
     rule: FailureRule
@@ -265,16 +160,18 @@ class StepRequests:
     """Groups beyond those that will be collected, which replace lost ones; below 0, too many were lost."""
     more: bool = False
     """Whether further chunks may be submitted."""
+    group_filter: GroupFilter | None = None
+    """Which groups are left out while others may take their place."""
     seen: set[int] = field(default_factory=set)
     """All groups that were submitted."""
     rows: int = 0
     """Number of samples that were submitted."""
-    unadmitted: deque[Rows] = field(default_factory=deque)
-    """Samples that have no job yet."""
-    admitting: bool = False
-    """Whether the admission of the next ones is scheduled."""
-    queued_jobs: int = 0
-    """Jobs whose first call has not started."""
+    queued: int = 0
+    """Jobs whose first call has not begun."""
+    room: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when one of them begins, and at the end of the step."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the chunk whose jobs are made."""
     groups: dict[int, list[Request]] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)
     """Number of open samples by group."""
@@ -286,18 +183,16 @@ class StepRequests:
     """Collected requests, from which the step's metrics are computed."""
     lost: int = 0
     """Groups that failed and were replaced."""
-    group_filter: GroupFilter | None = None
-    """Which groups are left out while others may take their place."""
     left_out: int = 0
     """Groups that the filter left out."""
     equal: int = 0
     """Groups that the filter would have left out, and that are collected for want of others."""
     replaced: list[Request] = field(default_factory=list)
-    """Requests of these groups that no collect has reported yet."""
+    """Requests of lost groups that no collect has reported yet."""
     failed: int = 0
     """Requests whose failure the rule handled."""
     last_failure: str = ""
-    """Message of the last failure that the rule handled."""
+    """Message of the last of them."""
     over: bool = False
 
     def add(self, groups: Sequence[int]) -> list[Request]:
@@ -320,11 +215,12 @@ class StepRequests:
 
     def waiting(self) -> int:
         """Returns the number of open requests for which no call runs."""
-        return sum(r.open and not (r.job and r.job.live) for rows in self.groups.values() for r in rows)
+        return sum(r.open and not (r.job and r.job.running) for rows in self.groups.values() for r in rows)
 
-    def end(self, request: Request, state: RequestState) -> None:
+    def end(self, request: Request, state: State) -> None:
         """Ends a request of this step."""
-        request.end_as(state)
+        assert request.open, f"{request}: {request.state} -> {state}"
+        request.state = state
         self.open -= 1
 
     def pick(self, take: int, order: Order, named: frozenset[int] | None = None) -> list[int] | None:
@@ -390,3 +286,20 @@ class StepRequests:
         self.ended += requests
         self.replaced += requests
         self.extra_groups -= 1
+
+
+def record(request: Request) -> dict[str, Any]:
+    """Returns the trace's record of a request: its place, times, and anything unusual."""
+    facts: dict[str, Any] = {
+        "group": request.group,
+        "sample": request.sample,
+        "begin": request.begin,
+        "end": request.end,
+    }
+    if request.tries > 1:
+        facts["tries"] = request.tries
+    if request.how:
+        facts["how"] = request.how
+    if request.notes:
+        facts |= request.notes
+    return facts

@@ -1,17 +1,19 @@
-"""Retry: time-outs of a try, which errors are worth another try, and how long to wait before it."""
+"""When a call is sent again: which errors are worth another try, how long to wait before it, and hedges."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from dataflow.errors import ConfigError
 from dataflow.system.http import THROTTLED, may_pass, seconds, wait_asked
-from dataflow.usercode.failures import causes_of, is_interrupt, parts_of
+from dataflow.usercode.failures import causes_of, parts_of
 
 # Base classes of the errors of HTTP clients for connections that fail, break or time out; by name, so that none of
 # these packages needs to be installed.
@@ -32,6 +34,8 @@ _TIME_OUTS = {
     "requests": ("Timeout",),
     "urllib3": ("TimeoutError",),
 }
+_WINDOW, _EVERY, _ENOUGH = 1000, 25, 20
+"""Latencies that a percentile is computed from, how often it is updated, and how many it needs."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Retry:
 
     def again(self, error: BaseException) -> bool:
         """Whether another try may succeed."""
-        return self.predicate(error) if self.predicate is not None else is_transient(error)
+        return bool(self.predicate(error)) if self.predicate is not None else is_transient(error)
 
     def wait_s(self, tried: int, error: BaseException) -> float:
         """Returns the seconds to wait after ``tried`` tries, the last of which raised ``error``."""
@@ -83,6 +87,54 @@ class Retry:
         backoff = wait_random_exponential(multiplier=self.backoff_s, max=self.max_backoff_s)(state)
         # Jitter after Retry-After: otherwise all rejected requests would come back at the same moment.
         return retry_after_s(error) + backoff
+
+
+class Hedge:
+    """The time after which a second call is sent for a slow request.
+
+    Args:
+        after: see :func:`parse_hedge`.
+    """
+
+    def __init__(self, after: str | float | None) -> None:
+        self._kind, self._number = parse_hedge(after)
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._seen = 0
+        self.after_s = self._number if self._kind == "s" else None
+        """Seconds; None while no call is hedged."""
+
+    def answered(self, seconds: float) -> None:
+        """Adds the latency of a successful call, in seconds."""
+        if self._kind != "p":
+            return
+        self._recent.append(seconds)
+        self._seen += 1
+        if self._seen >= _ENOUGH and (self.after_s is None or self._seen % _EVERY == 0):
+            self.after_s = float(np.percentile(self._recent, self._number))
+
+
+def parse_hedge(text: str | float | None) -> tuple[str, float]:
+    """Parses ``hedge_after``: seconds, or a percentile of the latencies so far.
+
+    Returns:
+        ``("s", seconds)``, ``("p", percentile)`` or ``("", 0)`` for never.
+
+    Raises:
+        ConfigError: it is neither.
+
+    >>> parse_hedge("p95"), parse_hedge(2), parse_hedge(None)
+    (('p', 95.0), ('s', 2.0), ('', 0.0))
+    """
+    if text is None:
+        return "", 0.0
+    percentile = isinstance(text, str) and text.startswith("p")
+    try:
+        number = float(str(text)[1:] if percentile else text)
+    except ValueError:
+        number = -1.0
+    if not (0 < number < 100 if percentile else 0 < number < float("inf")):
+        raise ConfigError(f"reward.hedge_after={text}; give a percentile such as p95, or seconds above 0.")
+    return ("p" if percentile else "s"), number
 
 
 def is_transient(error: BaseException) -> bool:
@@ -124,33 +176,6 @@ def is_overload(error: BaseException) -> bool:
     return is_timeout(error) or is_throttle(error)
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether a server did not answer a call as it should: a time-out, a broken connection, or a status 5xx.
-
-    A server that rejects a request for its load, or whose answer cannot be used, is not lost.
-    """
-    for one in causes_of(error):
-        lost, status = getattr(one, "lost", None), status_of(one)
-        if isinstance(lost, bool):
-            return lost
-        if status is not None:
-            return status >= 500 and status not in THROTTLED
-        if isinstance(one, TimeoutError | ConnectionError) or _is_one(one, _TRANSPORT):
-            return True
-    return False
-
-
-def is_bad_reply(error: BaseException) -> bool:
-    """Whether a server answered what no score can be read from, such as a status 4xx: another one may do better.
-
-    An error without a status says so by an attribute ``of_server``.
-    """
-    chain = list(causes_of(error))
-    if is_lost(error) or any(getattr(one, "fatal", None) is True for one in chain):
-        return False
-    return any(getattr(one, "of_server", None) is True or status_of(one) is not None for one in chain)
-
-
 def is_throttle(error: BaseException) -> bool:
     """Whether the service rejected a request for its rate or load, with a status such as 429."""
     return any(status_of(one) in THROTTLED for one in parts_of(error))
@@ -161,13 +186,11 @@ def status_of(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     for place, name in ((error, "status"), (error, "status_code"), (response, "status_code"), (response, "status")):
         value = getattr(place, name, None)
-        if (
-            isinstance(value, int) and 100 <= (status := int.__index__(value)) <= 599
-        ):  # a subclass may override comparisons
-            return status
+        if isinstance(value, int) and 100 <= value <= 599:
+            return int(value)
     code: Any = getattr(error, "code", None)  # many unrelated errors have a code
-    known = isinstance(code, int) and not isinstance(error, SystemExit)
-    return status if known and 400 <= (status := int.__index__(code)) <= 599 else None
+    known = isinstance(code, int) and 400 <= code <= 599 and not isinstance(error, SystemExit)
+    return code if known else None
 
 
 def retry_after_s(error: BaseException) -> float:
@@ -178,10 +201,10 @@ def retry_after_s(error: BaseException) -> float:
 def _retry_after_s(error: BaseException) -> float:
     own = getattr(error, "retry_after", None)
     if isinstance(own, int | float):
-        return seconds(int.__index__(own) if isinstance(own, int) else float.__float__(own))
+        return seconds(own)
     for place in (error, getattr(error, "response", None)):
         headers: Any = getattr(place, "headers", None)
-        if getattr(headers, "get", None) is not None and (wait_s := read_retry_after(headers)):
+        if hasattr(headers, "get") and (wait_s := read_retry_after(headers)):
             return wait_s
     return 0.0
 
@@ -194,10 +217,13 @@ def read_retry_after(headers: Mapping[str, Any]) -> float:
     >>> read_retry_after({"Retry-After": "1.5"})
     1.5
     """
-    try:
-        text = str(headers.get("Retry-After") or headers.get("retry-after") or "")
-        return wait_asked(text, str(headers.get("Date") or headers.get("date") or ""))
-    except BaseException as own:  # the headers of a user's exception may be anything
-        if is_interrupt(own):
-            raise
-        return 0.0
+    text = str(headers.get("Retry-After") or headers.get("retry-after") or "")
+    return wait_asked(text, str(headers.get("Date") or headers.get("date") or ""))
+
+
+def brief(error: BaseException) -> str:
+    """Returns an error in a word or two: ``time-out``, ``HTTP 429``, or its type."""
+    if is_timeout(error):
+        return "time-out"
+    names = [f"HTTP {status_of(one)}" if status_of(one) is not None else type(one).__name__ for one in parts_of(error)]
+    return " and ".join(dict.fromkeys(names))

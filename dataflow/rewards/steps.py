@@ -1,31 +1,23 @@
-"""The steps of a reward agent: submitted, collected, cancelled or failed; and the groups and waiters of each."""
+"""The steps in flight: submit, the failure rule, and the waiters that collect whole groups."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import numbers
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RewardFailed, counted
 from dataflow.rewards.failure import FailedShare, FailureRule
-from dataflow.rewards.filter import GroupFilter
+from dataflow.rewards.filter import GroupFilter, indistinct
+from dataflow.rewards.latencies import latency_summary
 from dataflow.rewards.naming import MAIN, prefixed
-from dataflow.rewards.records import rewards_of, step_summary
-from dataflow.rewards.requests import (
-    BESIDE,
-    Order,
-    Request,
-    RequestState,
-    Scored,
-    Step,
-    StepRequests,
-    Ticket,
-    Waiter,
-)
+from dataflow.rewards.requests import BESIDE, ENDED, Order, Request, State, Step, StepRequests, Ticket, Waiter, record
 from dataflow.system import clock
 from dataflow.usercode.load import describe
 
@@ -33,33 +25,24 @@ _REMEMBERED = 4096  # ended steps that keep their message for later collects
 
 
 class Steps:
-    """Steps in flight, their failure rule, and the waiters for their groups.
+    """Steps in flight.
 
     Args:
         rule: what happens to samples without a score.
         max_failed_share: see :class:`~dataflow.rewards.failure.FailedShare`.
         on_cancel: called with each request that is cancelled, after it has ended.
-        on_end: called with each step that ends, after its open requests were cancelled.
         agent: name of the agent, in messages.
     """
 
     def __init__(
-        self,
-        rule: FailureRule,
-        max_failed_share: float,
-        on_cancel: Callable[[Request], None],
-        on_end: Callable[[StepRequests], None],
-        agent: str = MAIN,
+        self, rule: FailureRule, max_failed_share: float, on_cancel: Callable[[Request], None], agent: str = MAIN
     ) -> None:
-        self._rule = rule
-        self._agent = agent
+        self._rule, self._agent, self._on_cancel = rule, agent, on_cancel
         self._failures = FailedShare(max_failed_share)
         self.counts: Counter[str] = Counter()
         self.live: dict[Step, StepRequests] = {}
         self.closed = False
         self._halted: tuple[str, BaseException | None] | None = None
-        self._on_cancel = on_cancel
-        self._on_end = on_end
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
 
     # --- submit -------------------------------------------------------------------------------------------------
@@ -100,7 +83,7 @@ class Steps:
             number = str(step).removeprefix(BESIDE)
             priority = (0, int(number)) if training or number != step else (1, 0)
             rule = self._rule if training else self._rule.for_validation()
-            state = self.live[step] = StepRequests(step, rule, priority, extra_groups, more, group_filter=group_filter)
+            state = self.live[step] = StepRequests(step, rule, priority, extra_groups, more, group_filter)
         requests = state.add(samples.groups.tolist())
         self.counts["requested"] += len(samples)
         self._failures.submitted(len(samples), state.rows)
@@ -108,13 +91,12 @@ class Steps:
 
     # --- requests and groups ------------------------------------------------------------------------------------
 
-    def scored(self, request: Request, outcome: Scored) -> bool:
+    def scored(self, request: Request, score: float, extras: dict[str, Any]) -> bool:
         """Ends a request with its score; returns whether that finishes its group."""
         self.counts["scored"] += 1
         self._failures.ended()
-        request.score, request.extras = outcome.score, outcome.extras
-        request.source = request.source or outcome.source
-        return self._end_request(request, RequestState.SCORED)
+        request.score, request.extras = score, extras
+        return self._finish(request, "scored")
 
     def failed(self, request: Request, message: str, error: BaseException) -> bool:
         """Ends a request without a score and applies the rule of its step; returns whether that finishes its group."""
@@ -125,7 +107,7 @@ class Steps:
         state.last_failure = message
         fatal = getattr(error, "fatal", None) is True
         if fatal or state.rule.kind == "fail":
-            state.end(request, RequestState.FAILED)
+            state.end(request, "failed")
             if fatal:
                 self.halt(message, error)
             else:
@@ -140,17 +122,17 @@ class Steps:
         elif state.rule.kind == "drop_sample":
             request.kept = False
         else:
-            state.end(request, RequestState.FAILED)
+            state.end(request, "failed")
             self._drop_group(request, error)
             return False
-        return self._end_request(request, RequestState.FAILED)
+        return self._finish(request, "failed")
 
     def check_failed_share(self, state: StepRequests, error: BaseException | None) -> None:
         """Ends every step if too many requests have failed."""
         if state.rule.kind != "fail" and (passed := self._failures.passed(state.more)):
             self.halt(passed, error)
 
-    def _end_request(self, request: Request, how: RequestState) -> bool:
+    def _finish(self, request: Request, how: State) -> bool:
         state, group = request.step, request.group
         state.end(request, how)
         state.unfinished[group] -= 1
@@ -164,7 +146,7 @@ class Steps:
                 self.counts["cancelled"] += 1
                 began = request.job.begin if request.job is not None else 0.0
                 request.begin, request.end = began or now, now
-                state.end(request, RequestState.CANCELLED)
+                state.end(request, "cancelled")
                 self._on_cancel(request)
             request.kept, request.score = False, float("nan")
         if state.rule.kind == "drop_group":
@@ -269,7 +251,7 @@ class Steps:
         for state in list(self.live.values()):
             self.fail(state, message, error)
 
-    def on_bug(self, error: Exception) -> None:
+    def on_bug(self, error: BaseException) -> None:
         """Halts after an internal error, since nothing else would wake the waiters that depend on its result."""
         if isinstance(error, DataflowError):
             self.halt(str(error), error.__cause__)
@@ -288,6 +270,7 @@ class Steps:
 
     def _end(self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None) -> None:
         state.over = True
+        state.room.set()
         del self.live[state.key]
         self._ended[state.key] = (kind, prefixed(message, self._agent), cause)
         while len(self._ended) > _REMEMBERED:
@@ -298,13 +281,11 @@ class Steps:
         state.waiters.clear()
         self.counts["cancelled"] += state.open
         state.unfinished.clear()
-        state.unadmitted.clear()
         for requests in state.groups.values():
             for request in requests:
                 if request.open:
-                    state.end(request, RequestState.CANCELLED)
+                    state.end(request, "cancelled")
                     self._on_cancel(request)
-        self._on_end(state)
 
     def _gone(self, step: Step) -> DataflowError:
         """Returns why a step is not there; a new exception each time, as one raised twice mixes tracebacks."""
@@ -329,3 +310,52 @@ def _short_of_groups(state: StepRequests) -> str:
         lost += f" and {state.left_out} were left out"
         can = "data.gen_batch_size and reward.extra_groups can replace; raise one"
     return f"step {state.key}: {lost}, one more than {can}. The last failure: {state.last_failure}"
+
+
+def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
+    """Returns the rewards of finished groups and removes them from the step."""
+    import torch
+
+    requests = [request for group in chosen for request in state.groups.pop(group)]
+    state.ended += requests
+    replaced, state.replaced = state.replaced, []
+    names = dict.fromkeys(name for request in requests for name in request.extras)
+    columns: dict[str, Any] = {name: [request.extras.get(name) for request in requests] for name in names}
+    columns["score"] = torch.tensor([request.score for request in requests], dtype=torch.float32)
+    if state.rule.drops:
+        columns["kept"] = torch.tensor([request.kept for request in requests])
+    return Batch(
+        [request.group for request in requests],
+        columns,
+        {
+            "latency_s": [request.end - request.begin for request in requests],
+            "records": [record(request) for request in requests],
+            "replaced": [record(request) for request in replaced],
+        },
+    )
+
+
+def step_summary(state: StepRequests) -> dict[str, float]:
+    """Returns the metrics of the collected part of a step, keyed by name without ``reward/``."""
+    requests = state.ended
+    scores: dict[int, list[float]] = {}
+    for request in requests:
+        if request.kept and not math.isnan(request.score):
+            scores.setdefault(request.group, []).append(request.score)
+    called = [request for request in requests if request.how not in ("ledger", "shared", "cancelled")]
+    hows = [request.how for request in requests]
+    latency = latency_summary([request.end - request.begin for request in called])
+    return {
+        "requested": float(len(requests)),
+        "scored": float(len(requests) - hows.count("failed") - hows.count("cancelled")),
+        "failed": float(hows.count("failed")),
+        "retried": float(sum(max(0, request.tries - 1) for request in called)),
+        **{name: float(sum((request.notes or {}).get(name, 0) for request in called)) for name in ENDED},
+        "hedged": float(hows.count("hedged")),
+        "cached": float(hows.count("ledger") + hows.count("shared")),
+        "indistinct": float(sum(len(indistinct(of_group)) for of_group in scores.values())),
+        **(
+            {"filtered_groups": float(state.left_out), "equal_groups": float(state.equal)} if state.group_filter else {}
+        ),
+        **{f"latency_{name}": value for name, value in latency.items()},
+    }

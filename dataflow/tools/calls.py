@@ -15,7 +15,7 @@ from dataflow.cluster.frozen import FrozenExit
 from dataflow.errors import DataError, an
 from dataflow.tools.formats import ToolCall
 from dataflow.tools.registry import Tool
-from dataflow.usercode.calls import Call, Calls
+from dataflow.usercode.calls import Calls
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import TimedOut, message_of
 
@@ -60,7 +60,7 @@ class ToolCaller:
         self._frozen_exit = frozen_exit
         if frozen_exit is not None:
             frozen_exit.start()
-        self._calls = Calls(self._on_abandoned, self._on_bug)
+        self._calls = Calls(self._on_abandoned)
 
     def state(self, extra_info: Any) -> ToolState:
         """Returns the state of the tools in a conversation, from its row's ``extra_info``."""
@@ -111,24 +111,13 @@ class ToolCaller:
             TimedOut: it took too long.
             _Failed: it raised.
         """
-        finished: asyncio.Future[Call] = self._loop.create_future()
-
-        def on_done(call: Call) -> None:
-            if not finished.done():
-                finished.set_result(call)
-
-        call = self._calls.start(function, keywords, on_done=on_done, on_freed=_nothing, timeout_s=self._timeout_s)
         try:
-            await finished
-        except asyncio.CancelledError:
-            call.cancel()
+            return await self._calls.run(function, keywords, self._timeout_s)
+        except TimedOut:
             raise
-        if call.error is None:
-            return call.result
-        if isinstance(call.error, TimedOut):
-            raise call.error
-        text = message_of(call.error)
-        raise _Failed(f"{type(call.error).__name__}{': ' + text if text else ''}") from call.error
+        except Exception as error:
+            text = message_of(error)
+            raise _Failed(f"{type(error).__name__}{': ' + text if text else ''}") from error
 
     async def close(self) -> None:
         """Cancels all calls; threads cannot be stopped and end by themselves."""
@@ -139,9 +128,6 @@ class ToolCaller:
 
     def _on_abandoned(self, count: int) -> None:
         logger.warning(f"{count} abandoned tool calls are still running; nothing can stop them.")
-
-    def _on_bug(self, error: Exception) -> None:
-        logger.opt(exception=error).error("The end of a tool call could not be handled.")
 
 
 class ToolState:
@@ -236,6 +222,3 @@ def _text(result: Any) -> str:
     if isinstance(result, str):
         return result
     return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
-
-
-def _nothing(_call: Call) -> None: ...

@@ -1,338 +1,225 @@
-"""Calls of user code with time-outs, cancellation and slots that hold whatever the code does.
+"""Runs user code, sync or async, under a time-out. Code that does not end is abandoned: nothing waits for it.
 
-An async function runs as a task, a sync one in a daemon thread, so neither keeps the process alive. ``on_done`` is
-called exactly once: when the call has returned, raised or timed out. ``on_freed`` is called exactly once: when the code
-has ended, or when the call is abandoned because its code keeps running although it timed out or was cancelled.
+An async function runs as a task, a sync one in a daemon thread. A task that swallows its cancellation, or a thread that
+never returns, keeps neither its slot nor the process alive; it is counted, as it may still use a service.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from loguru import logger
-
-from dataflow.system import clock
-from dataflow.usercode.failures import TimedOut, is_interrupt
+from dataflow.usercode.failures import TimedOut, UserExit, is_interrupt, named
 from dataflow.usercode.load import is_async
-from dataflow.usercode.loop import Lookout, call_endpoint, protect, user_code
-from dataflow.usercode.threads import OnIdle, Threads
 
-REMIND_S = 600.0
-"""Seconds after which a call without a time-out that is still running is logged; then twice as many, and so on."""
 GRACE_S = 1.0
-"""Seconds that a cancelled task may take to end before its call is abandoned."""
+"""Seconds that a cancelled task may take to end before it is abandoned."""
+_CLOSE_S = 2.0
 
-OnCall: TypeAlias = Callable[["Call"], None]
-
-
-class Call:
-    """One running call.
-
-    Attributes:
-        result: what the code returned.
-        error: what it raised, a :class:`TimedOut`, or a CancelledError; None if it returned.
-        begin: when it began, in seconds of ``clock.now()``.
-        seconds: how long it took.
-        ended: whether the code has ended.
-        endpoint: which was chosen for it, see :data:`~dataflow.usercode.loop.call_endpoint`.
-    """
-
-    __slots__ = (
-        "_abandoned",
-        "_awaited",
-        "_calls",
-        "_clock",
-        "_on_done",
-        "_on_freed",
-        "_task",
-        "_timer",
-        "begin",
-        "ended",
-        "endpoint",
-        "error",
-        "result",
-        "seconds",
-    )
-
-    def __init__(self, calls: Calls, on_done: OnCall, on_freed: OnCall, endpoint: str = "") -> None:
-        self._calls = calls
-        self.endpoint = endpoint
-        self._on_done: OnCall | None = on_done
-        self._on_freed: OnCall | None = on_freed
-        self._awaited: Awaitable[Any] | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._abandoned = False
-        self.ended = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.begin = clock.now()
-        self._clock = time.perf_counter()
-        self.seconds = 0.0
-
-    def cancel(self) -> None:
-        """Cancels the call: ``on_done`` is not called. A thread keeps its slot until it returns or times out."""
-        if self.ended:
-            return
-        if self._on_done is not None:
-            self._on_done, self.error = None, asyncio.CancelledError()
-        if self._task is not None:
-            self._stop(self._task)
-
-    def _stop(self, task: asyncio.Task[Any]) -> None:
-        task.cancel()
-        if not self._abandoned:
-            self._alarm(GRACE_S, self._abandon)
-
-    def _alarm(self, seconds: float, then: Callable[[], None]) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._calls.loop.call_later(seconds, then)
-
-    def expire(self, limit_s: float) -> None:
-        """Ends the call with a :class:`TimedOut`."""
-        self._report(None, TimedOut(f"no answer within {limit_s:g} s"))
-        if self._task is None:
-            self._abandon()
-        else:
-            self._stop(self._task)
-
-    def _abandon(self) -> None:
-        self._timer = None
-        self._abandoned = True
-        self._calls.abandoned += 1
-        self._free()
-        self._calls.guarded(self._calls.on_abandoned, self._calls.abandoned)
-
-    def _report(self, result: Any, error: BaseException | None) -> None:
-        self.seconds = time.perf_counter() - self._clock
-        on_done, self._on_done = self._on_done, None
-        if on_done is not None:
-            self.result, self.error = result, error
-            self._calls.guarded(on_done, self)
-
-    def _free(self) -> None:
-        on_freed, self._on_freed = self._on_freed, None
-        if on_freed is not None:
-            self._calls.guarded(on_freed, self)
-
-    def _end(self, result: Any, error: BaseException | None) -> None:
-        """Records that the code has ended, in time or not."""
-        self.ended = True
-        self._task = self._awaited = None  # the call itself stays referenced until its time-out
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._calls.live.discard(self)
-        if self._abandoned:
-            self._calls.abandoned -= 1
-        self._report(result, error)
-        self._free()
-
-    def _cancelled(self, _task: asyncio.Task[Any]) -> None:
-        _discard(self._awaited)  # it may not have been started
-        if self._calls.loop_ends():
-            self._on_done = None  # not a failure of the user's code
-        self._end(None, asyncio.CancelledError())
-
-    def _thread_ended(self, result: Any, error: BaseException | None) -> None:
-        if self._on_done is None:
-            _discard(result)
-        elif error is None and inspect.isawaitable(result):
-            self._await(result)  # a sync function returned a coroutine: run it on the loop
-            return
-        self._end(result, error)
-
-    def _await(self, awaitable: Awaitable[Any]) -> None:
-        self._awaited = awaitable
-        # In a context of its own: the end of one call starts the next, which must not see its variables.
-        # Not through the loop's task factory: _run() catches what must not escape from this task.
-        context = self._calls.context.copy()
-        if self.endpoint:
-            context.run(call_endpoint.set, self.endpoint)
-        self._task = asyncio.Task(self._run(awaitable), loop=self._calls.loop, context=context)
-        self._task.add_done_callback(self._cancelled)
-
-    async def _run(self, awaitable: Awaitable[Any]) -> None:
-        """Awaits the user's code and reports its end from within the task, which saves an iteration of the loop."""
-        result, error = None, None
-        try:
-            result = await awaitable
-        except asyncio.CancelledError:
-            raise
-        except BaseException as raised:  # SystemExit or KeyboardInterrupt from a task would end the loop
-            if is_interrupt(raised):
-                raise
-            error = raised
-        assert self._task is not None
-        self._task.remove_done_callback(self._cancelled)
-        self._end(result, error)
+OnFree: TypeAlias = Callable[[Any, BaseException | None], None]
 
 
-def _discard(result: Any) -> None:
-    """Closes a coroutine that will not be awaited, which avoids Python's warning."""
-    if inspect.iscoroutine(result):
-        result.close()
+class NoThread(RuntimeError):
+    """The system cannot start another thread for a sync function."""
+
+    fix = "lower reward.concurrency, make the function async, or raise the limit on threads (ulimit -u)"
+    retry = True
 
 
 class Calls:
-    """Starts calls on one event loop.
+    """Runs user code on one event loop.
 
     Args:
         on_abandoned: called with the number of abandoned calls that still run, each time it increases.
-        on_bug: called with an exception that a callback raised; otherwise its waiters would wait for ever.
     """
 
-    def __init__(self, on_abandoned: Callable[[int], None], on_bug: Callable[[Exception], None]) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.context = contextvars.copy_context()
-        self.context.run(user_code.set, True)
-        protect(self.loop)
-        self.on_abandoned = on_abandoned
-        self._on_bug = on_bug
-        self.live: set[Call] = set()
-        self.abandoned = 0
-        self._threads = Threads()
-        self._timeouts = Timeouts(self.loop)
-        self._lookout = Lookout(self.loop)
-        self._reminder: asyncio.TimerHandle | None = None
+    def __init__(self, on_abandoned: Callable[[int], None] | None = None) -> None:
+        self._on_abandoned = on_abandoned
+        self._threads = _Threads()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._abandoned: set[asyncio.Future[Any]] = set()
 
-    def start(
+    @property
+    def abandoned(self) -> int:
+        """Number of abandoned calls that still run."""
+        return len(self._abandoned)
+
+    async def run(
         self,
         function: Callable[..., Any],
         keywords: Mapping[str, Any],
-        *,
-        on_done: OnCall,
-        on_freed: OnCall,
         timeout_s: float | None = None,
+        on_free: OnFree | None = None,
         awaits: bool | None = None,
-        endpoint: str = "",
-    ) -> Call:
-        """Calls ``function(**keywords)``; returns at once.
+    ) -> Any:
+        """Returns what ``function(**keywords)`` returns, or what the awaitable that it returns does.
 
         Args:
             function: sync or async.
             keywords: its arguments.
-            on_done: called when the function has returned, raised or timed out; not after ``cancel``.
-            on_freed: called when the call's slot is free.
-            timeout_s: None for no time-out.
+            timeout_s: None for no limit.
+            on_free: called once with the result and the error, when the code has ended or is abandoned. After a
+                time-out or a cancellation that is later than the end of this call.
             awaits: whether the function is async; None looks.
-            endpoint: of the call, which an async function may look up.
+
+        Raises:
+            TimedOut: the code did not end in time.
+            Exception: what the code raised; a UserExit for what is no Exception, and for a cancellation of its own.
         """
-        call = Call(self, on_done, on_freed, endpoint)
-        self.live.add(call)
-        if timeout_s is not None:
-            self._timeouts.add(call, timeout_s)
-        elif self._reminder is None:
-            self._reminder = self.loop.call_later(REMIND_S, self._remind, REMIND_S)
+        loop = asyncio.get_running_loop()
+        ends_at = math.inf if timeout_s is None else loop.time() + timeout_s
+        code: asyncio.Future[Any] | None = None
+        result = error = None
         try:
             if is_async(function) if awaits is None else awaits:
-                call._await(function(**keywords))
+                result = function(**keywords)
             else:
-                self._threads.run(lambda: self._in_thread(call, function, keywords))
-        except BaseException as error:  # wrong arguments, or no thread can be started
-            if is_interrupt(error):
-                raise
-            self.loop.call_soon(call._end, None, error)
-        return call
-
-    def _remind(self, seconds: float) -> None:
-        """Logs that calls without a time-out have been running for ``seconds``, and looks again later."""
-        self._reminder = None
-        if not self.live:
-            return
-        now = time.perf_counter()
-        count = sum(now - call._clock > seconds - 1 for call in self.live)  # the clocks may differ a little
-        if count:
-            logger.warning(
-                f"Calls that have had no answer for {seconds / 60:.0f} minutes, and that no time-out ends: {count}. "
-                "Set reward.timeout (or tools.timeout), or find out what delays them."
-            )
-            seconds *= 2
-        self._reminder = self.loop.call_later(seconds / 2 if count else seconds, self._remind, seconds)
-
-    def loop_ends(self) -> bool:
-        """Whether all tasks are being cancelled, as asyncio.run does at its end."""
-        return self._lookout.cancelling() > 0
-
-    def guarded(self, callback: Callable[[Any], None], argument: Any) -> None:
-        """Calls a callback; what it raises goes to ``on_bug``."""
-        try:
-            callback(argument)
-        except Exception as error:
-            self._on_bug(error)
-
-    def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> OnIdle:
-        result, error = None, None
-        try:
-            result = function(**keywords)
-        except BaseException as raised:  # reported to the caller; the thread takes the next call
+                code = self._threads.start(function, keywords)
+                result = await _ended(code, timeout_s, ends_at)
+            while inspect.isawaitable(result):
+                code = loop.create_task(_contained(result))
+                self._tasks.add(code)
+                code.add_done_callback(self._tasks.discard)
+                if inspect.iscoroutine(result):  # a task that is cancelled before it began has not awaited it
+                    code.add_done_callback(partial(_close, result))
+                result = await _ended(code, timeout_s, ends_at)
+            return result
+        except BaseException as raised:
             error = raised
-        return partial(self._post, call, result, error)
+            raise
+        finally:
+            free = partial(on_free or _nothing, result, error)
+            if code is None or code.done():
+                if code is not None and error is not None:
+                    _drop(code)
+                free()
+            elif isinstance(code, asyncio.Task):
+                code.cancel()
+                self._leave(code, GRACE_S, free)
+            else:  # a thread cannot be stopped; it keeps its slot for as long as it might have taken anyway
+                self._leave(code, max(0.0, ends_at - loop.time()), free)
 
-    def _post(self, call: Call, result: Any, error: BaseException | None) -> None:
-        try:
-            self.loop.call_soon_threadsafe(call._thread_ended, result, error)
-        except RuntimeError:  # the loop is closed, so there is no waiter
-            _discard(result)
+    def _leave(self, code: asyncio.Future[Any], patience_s: float, free: Callable[[], None]) -> None:
+        """Frees a slot when its code ends, or after some seconds, from which on the code counts as abandoned."""
 
-    async def close(self, deadline_s: float = 2.0) -> None:
-        """Cancels the running calls and waits for their tasks; threads end by themselves."""
-        for call in tuple(self.live):
-            call.cancel()
-        tasks = [call._task for call in self.live if call._task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=deadline_s)
-        for call in self.live:
-            if call._timer is not None:
-                call._timer.cancel()
-        self._timeouts.close()
-        if self._reminder is not None:
-            self._reminder.cancel()
+        def abandon() -> None:
+            self._abandoned.add(code)
+            free()
+            if self._on_abandoned is not None:
+                self._on_abandoned(len(self._abandoned))
+
+        def ended(_code: asyncio.Future[Any]) -> None:
+            if code not in self._abandoned:
+                free()
+            self._abandoned.discard(code)
+            if timer is not None:
+                timer.cancel()
+            _drop(code)
+
+        loop = asyncio.get_running_loop()
+        timer = None if patience_s == math.inf else loop.call_later(patience_s, abandon)
+        code.add_done_callback(ended)
+
+    async def close(self) -> None:
+        """Cancels the tasks and waits some seconds for them; threads end by themselves."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
         self._threads.close()
-        self._lookout.cancel()
 
 
-class Timeouts:
-    """One timer per distinct time-out, as most calls finish early."""
+async def _ended(code: asyncio.Future[Any], timeout_s: float | None, ends_at: float) -> Any:
+    """Returns the result of code; neither its time-out nor a cancellation of the waiting task ends the code."""
+    left_s = None if timeout_s is None else max(0.0, ends_at - asyncio.get_running_loop().time())
+    if not (await asyncio.wait((code,), timeout=left_s))[0]:
+        raise TimedOut(f"no answer within {timeout_s:g} s")
+    if code.cancelled():  # by its own code: here it would look like a cancellation of the request
+        raise UserExit("CancelledError")
+    return code.result()
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queues: dict[float, deque[tuple[float, Call]]] = {}
-        self._timers: dict[float, asyncio.TimerHandle] = {}
 
-    def add(self, call: Call, seconds: float) -> None:
-        """Expires the call after ``seconds``, unless it has ended."""
-        queue = self._queues.get(seconds)
-        if queue is None:
-            queue = self._queues[seconds] = deque()
-        while queue and queue[0][1].ended:
-            queue.popleft()
-        queue.append((self._loop.time() + seconds, call))
-        if seconds not in self._timers:
-            self._timers[seconds] = self._loop.call_at(queue[0][0], self._sweep, seconds)
+async def _contained(awaitable: Any) -> Any:
+    """Awaits user code. What is no Exception becomes a UserExit: SystemExit from a task would end the event loop."""
+    try:
+        return await awaitable
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise UserExit(named(error)) from error
 
-    def _sweep(self, seconds: float) -> None:
-        queue = self._queues[seconds]
-        now = self._loop.time()
-        while queue and (queue[0][1].ended or queue[0][0] <= now):
-            call = queue.popleft()[1]
-            if not call.ended:
-                call.expire(seconds)
-        if queue:
-            self._timers[seconds] = self._loop.call_at(queue[0][0], self._sweep, seconds)
+
+def _drop(code: asyncio.Future[Any]) -> None:
+    """Takes the outcome of code that nobody waits for any more, of which Python would log that nobody did."""
+    if not code.cancelled() and code.exception() is None and inspect.iscoroutine(code.result()):
+        code.result().close()
+
+
+def _close(coroutine: Any, _task: asyncio.Future[Any]) -> None:
+    coroutine.close()
+
+
+def _nothing(_result: Any, _error: BaseException | None) -> None: ...
+
+
+class _Threads:
+    """Daemon threads. Those of ThreadPoolExecutor are joined at exit, even if they never return."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._count = self._idle = 0
+
+    def start(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> asyncio.Future[Any]:
+        """Calls a function in an idle or a new thread.
+
+        Raises:
+            NoThread: none is idle and none can be started.
+        """
+        loop = asyncio.get_running_loop()
+        if self._idle:
+            self._idle -= 1
         else:
-            del self._timers[seconds], self._queues[seconds]
+            try:
+                threading.Thread(target=self._work, name=f"user-code-{self._count + 1}", daemon=True).start()
+            except RuntimeError as error:
+                raise NoThread(str(error)) from error
+            self._count += 1
+        future = loop.create_future()
+        self._jobs.put((loop, future, function, keywords))
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            loop, future, function, keywords = job
+            result = error = None
+            try:
+                result = function(**keywords)
+            except Exception as raised:
+                error = RuntimeError(named(raised)) if isinstance(raised, StopIteration) else raised
+            except BaseException as raised:
+                error = UserExit(named(raised))
+                error.__cause__ = raised
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._end, future, result, error)
+            del job, loop, future, function, keywords, result, error  # an idle thread keeps no samples alive
+
+    def _end(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        self._idle += 1
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def close(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-        self._queues.clear()
+        """Ends each thread when it becomes idle."""
+        for _ in range(self._count):
+            self._jobs.put(None)

@@ -1,4 +1,4 @@
-"""User code that raises unusual exceptions: not an Exception, a long one, or a group of them."""
+"""User code that raises: exceptions, what is no Exception, and groups of them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,14 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Own(BaseException):
-    """A kind of the user's that is no Exception."""
-
-
-class Huge(Exception):
-    def __str__(self) -> str:
-        return "x" * 10_000_000
-
-
-class TwoArguments(Exception):
-    """One that can be pickled and not be read again."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
+    """A kind of the user's that is no Exception, as func_timeout's is."""
 
 
 RAISED: list[tuple[Callable[[], BaseException], str]] = [
     (lambda: SystemExit(3), "SystemExit: 3"),
-    (lambda: GeneratorExit(), "GeneratorExit"),
     (lambda: asyncio.CancelledError(), "CancelledError"),
     (lambda: Own("mine"), "Own: mine"),
-    (lambda: Huge(), r"Huge: x{1900}"),
-    (lambda: TwoArguments(1, 2), "TwoArguments: 1 and 2"),
+    (lambda: ValueError("mine"), "ValueError: mine"),
 ]
 NAMES = [said.split(":")[0] for _, said in RAISED]
 raising = pytest.mark.parametrize(("make", "said"), RAISED, ids=NAMES)
@@ -50,11 +36,6 @@ def sync_raise(make: Callable[[], BaseException]) -> None:
 async def async_raise(make: Callable[[], BaseException]) -> None:
     await asyncio.sleep(0)
     raise make()
-
-
-async def raise_in_a_task(make: Callable[[], BaseException]) -> None:
-    """The loop itself lets SystemExit out of a task that user code starts."""
-    await asyncio.gather(asyncio.create_task(async_raise(make)))
 
 
 def score_of_truth(bad: Callable[[], Any], ground_truth: str, extra_info: Any) -> Any:
@@ -75,7 +56,7 @@ def scored(raises: Callable[..., Any], make: Callable[[], BaseException]) -> Cal
 
 
 @raising
-@pytest.mark.parametrize("raises", [sync_raise, async_raise, raise_in_a_task])
+@pytest.mark.parametrize("raises", [sync_raise, async_raise])
 def test_whatever_compute_score_raises_fails_that_sample_alone(
     raises: Callable[..., Any], make: Callable[[], BaseException], said: str
 ) -> None:
@@ -115,14 +96,12 @@ PLACES = [
 ]
 
 
-@pytest.mark.slow
-@raising
 @pytest.mark.parametrize(("where", "raises"), PLACES)
-def test_errors_of_the_other_methods_are_reported(
-    raises: Callable[..., Any], where: str, make: Callable[[], BaseException], said: str
-) -> None:
+def test_errors_of_the_other_methods_are_reported(raises: Callable[..., Any], where: str) -> None:
+    make, said = lambda: ValueError("mine"), "ValueError: mine"
+
     async def body() -> None:
-        from dataflow.rewards.limits.limits import Limits
+        from dataflow.rewards.slots import Limits
 
         agent = RewardAgent(Methods(where, raises, make), limits=Limits(tpm=1e6))
         agent.submit(1, samples(1, range(2)))
@@ -150,7 +129,6 @@ RETRIED: list[tuple[str, Callable[[], BaseException], bool]] = [
         True,
     ),
     ("mixed", lambda: ExceptionGroup("calls", [ConnectionResetError("gone"), ValueError("bad")]), False),
-    ("of no Exception", lambda: BaseExceptionGroup("calls", [ConnectionResetError("gone"), Own("mine")]), False),
     ("from a cause", lambda: caused(RuntimeError("call"), ExceptionGroup("", [ConnectionResetError("gone")])), True),
     ("in a circle", lambda: circle(RuntimeError("round")), False),
 ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.hedge import Hedge, parse_hedge
+from dataflow.rewards.retry import Hedge, parse_hedge
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataflow.batch import Batch
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.records import ACCURACY, Latencies
+from dataflow.rewards.latencies import ACCURACY, Latencies
 from tests.rigs.memory import size_of
 
 

@@ -15,19 +15,11 @@ from hypothesis import strategies as st
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
+from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.failure import parse_rule
-from dataflow.rewards.jobs import Arguments
-from dataflow.rewards.records import latency_summary, record, rewards_of, step_summary
-from dataflow.rewards.requests import (
-    CHANGES,
-    GroupJob,
-    JobState,
-    Request,
-    RequestState,
-    ScoringJob,
-    StepRequests,
-    Waiter,
-)
+from dataflow.rewards.latencies import latency_summary
+from dataflow.rewards.requests import Request, State, StepRequests, Waiter, record
+from dataflow.rewards.steps import rewards_of, step_summary
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -35,10 +27,7 @@ pytestmark = pytest.mark.timeout(30)
 def step_of(sizes: list[int], extra_groups: int = 0, rule: str = "fail") -> StepRequests:
     """A step whose groups are 0, 10, 20, ... and all still to come."""
     state = StepRequests(7, parse_rule(rule), (0, 7), extra_groups=extra_groups)
-    for i, size in enumerate(sizes):
-        state.groups[10 * i] = [Request(state, 10 * i, sample) for sample in range(size)]
-    state.unfinished = {group: len(requests) for group, requests in state.groups.items()}
-    state.open = sum(sizes)
+    state.add([10 * i for i, size in enumerate(sizes) for _ in range(size)])
     return state
 
 
@@ -47,7 +36,7 @@ def arrive(state: StepRequests, *groups: int) -> None:
         del state.unfinished[group]
         state.arrived.append(group)
         for request in state.groups[group]:
-            request.end_as(RequestState.SCORED)
+            state.end(request, "scored")
             request.score, request.begin, request.end = group + request.sample / 10, 1.0, 3.0
 
 
@@ -189,52 +178,13 @@ def test_what_is_left_to_collect() -> None:
     asyncio.run(body())
 
 
-def test_who_waits_is_who_has_no_call() -> None:
-    state = step_of([3])
-    first, second, _third = state.groups[0]
-    assert state.waiting() == 3
-    first.job = ScoringJob({}, None, (0, 7, 1), [first])
-    assert state.waiting() == 3
-    first.job.live = {object(): False}  # type: ignore[dict-item]
-    second.end_as(RequestState.SCORED)
-    assert state.waiting() == 1
-
-
-def test_a_job_is_wanted_while_it_is_queued_and_a_group_until_it_has_arrived() -> None:
-    state = step_of([1, 1])
-    job = ScoringJob({}, None, (0, 7, 1), list(state.groups[0]))
-    wanted = {}
-    for to in (JobState.QUEUED, JobState.RUNNING, JobState.HEDGING, JobState.QUEUED, JobState.DONE):
-        job.to(to)
-        wanted[to] = job.wanted
-    assert [to for to, was in wanted.items() if was] == [JobState.QUEUED, JobState.HEDGING]
-    group = GroupJob(state, 10, (0, 7, 0))
-    assert group.wanted
-    arrive(state, 10)
-    assert not group.wanted
-
-
-@pytest.mark.parametrize("to", JobState)
-@pytest.mark.parametrize("state", JobState)
-def test_a_job_makes_only_the_changes_that_are_allowed(state: JobState, to: JobState) -> None:
-    job = ScoringJob({}, None, (0, 7, 1), [], state=state)
-    if to in CHANGES[state]:
-        job.to(to)
-        assert job.state is to
-    else:
-        with pytest.raises(AssertionError, match=f"{state.value} -> {to.value}"):
-            job.to(to)
-        assert job.state is state
-
-
 def test_a_request_ends_once() -> None:
-    request = step_of([1]).groups[0][0]
-    with pytest.raises(AssertionError, match="open -> open"):
-        request.end_as(RequestState.OPEN)
-    request.end_as(RequestState.FAILED)
-    assert (request.open, request.how) == (False, "failed")
+    state = step_of([1])
+    request = state.groups[0][0]
+    state.end(request, "failed")
+    assert (request.open, request.how, state.open) == (False, "failed", 0)
     with pytest.raises(AssertionError, match="failed -> scored"):
-        request.end_as(RequestState.SCORED)
+        state.end(request, "scored")
 
 
 def test_a_request_names_itself() -> None:
@@ -293,8 +243,9 @@ def test_the_summary_of_a_step_counts_each_request_once() -> None:
     state = step_of([7])
     hows = ["", "", "hedged", "failed", "ledger", "shared", "cancelled"]
     for i, (request, how) in enumerate(zip(state.groups[0], hows, strict=True)):
-        request.end_as(RequestState(how) if how in ("failed", "cancelled") else RequestState.SCORED)
-        request.source = "" if how in ("failed", "cancelled") else how
+        ends: State = how if how in ("failed", "cancelled") else "scored"  # type: ignore[assignment]
+        state.end(request, ends)
+        request.source = "" if ends == how else how
         request.begin, request.end, request.tries = 10.0, 10.0 + i, 1 + 2 * (i == 1)
     arrive_at = state.groups.pop(0)
     state.ended = arrive_at

@@ -34,8 +34,8 @@ from dataflow.rewards.retry import (
     retry_after_s,
     status_of,
 )
+from dataflow.usercode.calls import NoThread
 from dataflow.usercode.failures import TimedOut
-from dataflow.usercode.threads import NoThread
 
 try:
     import openai

@@ -20,8 +20,8 @@ from dataflow.executors.inline import InlineExecutor
 from dataflow.graph import Pipeline, TaskInfo, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.limits.queues import Limiter
 from dataflow.rewards.retry import read_retry_after
+from dataflow.rewards.slots import Item, Slots
 from dataflow.runner import Runner
 from dataflow.system import clock
 from dataflow.timeline.spans import Trace
@@ -125,22 +125,15 @@ def test_latencies_of_rewards(jump: Callable[[], None], fails: bool, hedged: boo
 def test_one_flight_that_is_turned_away_cuts_an_adaptive_limit_once(jump: Callable[[], None]) -> None:
     """Calls that began before the cut say nothing new, wherever the system's clock stands when they end."""
 
-    class Item:
-        priority, endpoint, tokens, wanted = (0, 1, 1), "", 0, True
-
     async def body() -> float:
-        started: list[Any] = []
-        limiter = Limiter(Limits(concurrency=10, adaptive=True), lambda _item, queue: started.append(queue))
-        for _ in range(10):
-            limiter.push(Item())
-        limiter.fill()
-        begun = clock.now()
+        slots = Slots(Limits(concurrency=10, adaptive=True))
+        taken = [await slots.acquire(Item((0, 1, 1), 0.0)) for _ in range(10)]
         jump()
-        for queue in started:
-            limiter.release(queue, begun, overloaded=True)
-        changes = limiter.changes()
+        for slot in taken:
+            slots.release(slot, overloaded=True, failed=True)
+        changes = slots.take_changes()
         assert [at for at, _endpoint, _limit in changes] == sorted(at for at, _endpoint, _limit in changes)
-        return limiter.queues[""].limit
+        return slots.queues[""].limit
 
     assert asyncio.run(body()) == pytest.approx(7.0)
 

@@ -1,4 +1,4 @@
-"""Calls of user code: each is reported once and frees its slot once, whatever the code does."""
+"""Calls of user code: each has one outcome and frees its slot once, whatever the code does."""
 
 from __future__ import annotations
 
@@ -9,28 +9,89 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Generator
+import weakref
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dataflow.usercode.calls import Call
-from dataflow.usercode.threads import Threads
-from tests.rigs.virtual_time import run_virtual
-from tests.usercode.call_bench import Bench, Ends, Slow, coroutine, run, stubborn
+from dataflow.usercode.calls import GRACE_S, Calls, NoThread
+from dataflow.usercode.failures import TimedOut, UserExit
+from tests.rigs.virtual_time import run_virtual, timers
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
-# --- what it returned or raised ------------------------------------------------------------------------------
+class Bench:
+    """Calls, and what was reported of them."""
+
+    def __init__(self) -> None:
+        self.abandoned: list[int] = []
+        self.calls = Calls(self.abandoned.append)
+        self.freed: list[Any] = []
+        """The result, or the type of the error, of each slot that was freed."""
+        self.free = asyncio.Event()
+
+    def run(self, function: Callable[..., Any], timeout_s: float | None = None, **keywords: Any) -> asyncio.Task[Any]:
+        def on_free(result: Any, error: BaseException | None) -> None:
+            self.freed.append(result if error is None else type(error))
+            self.free.set()
+
+        return asyncio.create_task(self.calls.run(function, keywords, timeout_s, on_free))
+
+
+def on_loop(body: Callable[[Bench], Coroutine[Any, Any, Any]], run: Callable[..., Any] = run_virtual) -> None:
+    """Runs it; fails for coroutines that were not awaited and errors that were not retrieved."""
+    unseen: list[Any] = []
+
+    async def limited() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unseen.append(context))
+        async with asyncio.timeout(20 if run is asyncio.run else None):
+            bench = Bench()
+            await body(bench)
+            await bench.calls.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(limited if run is run_virtual else limited())
+        gc.collect()
+    assert not unseen, unseen
+    assert not [str(w.message) for w in caught if "never" in str(w.message)]
+
+
+with_threads = partial(on_loop, run=asyncio.run)
+
+
+async def later(result: Any = 3) -> Any:
+    await asyncio.sleep(0)
+    return result
+
+
+async def stubborn(seconds: float = 50.0) -> str:
+    """Takes its time, cancelled or not."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while (left := end - loop.time()) > 0:
+        try:
+            await asyncio.sleep(left)
+        except asyncio.CancelledError:
+            continue
+    return "late"
 
 
 class Later:
     """A callable object whose call is async."""
 
-    async def __call__(self, x: int = 1) -> int:
+    async def __call__(self) -> int:
         await asyncio.sleep(0)
-        return x
+        return 3
 
 
 class Handmade:
@@ -41,170 +102,285 @@ class Handmade:
         return 3
 
 
-def test_every_kind_of_function_returns() -> None:
-    in_thread: list[str] = []
-
-    def plain() -> int:
-        in_thread.append(threading.current_thread().name)
-        return 3
-
-    async def body(bench: Bench) -> None:
-        for function in (coroutine, plain, lambda: coroutine(), Handmade, lambda: Handmade()):
-            ends = await bench.end_of(function)
-            assert (ends.results, ends.errors) == ([3], [None])
-            assert ends.once == (1, 1)
-            assert ends.told_first
-        _call, ends = bench.start(Later(), x=5)
-        await ends.free.wait()
-        assert ends.results == [5]
-        assert not bench.calls.live
-        assert bench.bugs == []
-
-    run(body)
-    assert in_thread[0].startswith("reward-")
-
-
-def test_a_call_knows_when_it_began_and_how_long_it_took() -> None:
-    async def body(bench: Bench) -> None:
-        call, ends = bench.start(lambda: asyncio.sleep(0.02))
-        assert not call.ended
-        await ends.free.wait()
-        assert call.ended
-        assert call.seconds >= 0.02
-        assert call.begin > 1e9, "seconds of time.time()"
-
-    run(body)
-
-
 class Own(BaseException):
     """What a library may raise past all handlers of Exception."""
 
 
+# --- outcomes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [later, Later(), lambda: 3, lambda: later(), Handmade, lambda: later(later())])
+def test_every_kind_of_function_returns(function: Any) -> None:
+    async def body(bench: Bench) -> None:
+        assert await bench.run(function) == 3
+        assert bench.freed == [3]
+
+    with_threads(body)
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize(
-    "error",
+    ("error", "kind"),
     [
-        ValueError("no"),
-        SystemExit(3),
-        asyncio.CancelledError("mine"),
-        GeneratorExit(),
-        Own("mine"),
-        TimeoutError(),
-        StopAsyncIteration(),
-        BaseExceptionGroup("several", [Own()]),
+        (ValueError("no"), ValueError),
+        (TimeoutError(), TimeoutError),
+        (StopIteration(), RuntimeError),
+        (SystemExit(3), UserExit),
+        (asyncio.CancelledError("mine"), UserExit),
+        (Own("mine"), UserExit),
     ],
-    ids=lambda error: type(error).__name__,
+    ids=lambda each: type(each).__name__ if isinstance(each, BaseException) else "",
 )
-def test_whatever_is_raised_belongs_to_who_asked(error: BaseException, waits: bool) -> None:
-    async def later() -> None:
+def test_whatever_is_raised_is_an_exception_of_that_call(error: BaseException, kind: type, waits: bool) -> None:
+    async def fails() -> None:
         raise error
 
-    def now() -> None:
+    def fails_now() -> None:
         raise error
 
     async def body(bench: Bench) -> None:
-        ends = await bench.end_of(later if waits else now)
-        assert [type(e) for e in ends.errors] == [type(error)]
-        assert ends.results == [None]
-        assert ends.once == (1, 1)
+        with pytest.raises(kind) as caught:
+            await bench.run(fails if waits else fails_now)
+        assert kind is not UserExit or type(error).__name__ in str(caught.value)
+        assert bench.freed == [kind]
+        assert await bench.run(lambda: 3) == 3, "the loop and the thread still run"
 
-    run(body)
+    with_threads(body)
 
 
-def test_stop_iteration_wakes_whoever_waits() -> None:
-    def now() -> None:
-        raise StopIteration(1)
+@pytest.mark.parametrize("function", [later, lambda: 1], ids=["async", "sync"])
+def test_arguments_that_it_does_not_take_are_an_error_of_that_call(function: Any) -> None:
+    async def body(bench: Bench) -> None:
+        with pytest.raises(TypeError):
+            await bench.run(function, wrong=1)
+        assert bench.freed == [TypeError]
 
-    async def later() -> None:
-        raise StopIteration(1)
+    with_threads(body)
+
+
+# --- time-outs -----------------------------------------------------------------------------------------------
+
+
+def test_an_async_call_that_is_late_is_cancelled_and_cleans_up_in_its_grace() -> None:
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(GRACE_S / 2)
 
     async def body(bench: Bench) -> None:
-        (error,) = (await bench.end_of(now)).errors
-        assert isinstance(error, StopIteration)
-        (error,) = (await bench.end_of(later)).errors
-        assert isinstance(error, RuntimeError), "Python's own translation within a coroutine"
-
-    run(body)
-
-
-def test_keyboard_interrupt_in_a_thread_is_an_error_of_that_call() -> None:
-    def now() -> None:
-        raise KeyboardInterrupt
-
-    async def body(bench: Bench) -> None:
-        (error,) = (await bench.end_of(now)).errors
-        assert isinstance(error, KeyboardInterrupt)
-        assert (await bench.end_of(coroutine)).results == [3], "the thread and the loop still run"
-
-    run(body)
-
-
-@pytest.mark.parametrize("function", [coroutine, lambda: 1], ids=["async", "sync"])
-def test_arguments_it_does_not_take_are_an_error_that_comes_later(function: Any) -> None:
-    async def body(bench: Bench) -> None:
-        _call, ends = bench.start(function, wrong=1)
-        assert ends.once == (0, 0), "not from within start: who starts it is not ready for an end"
-        await ends.free.wait()
-        assert isinstance(ends.errors[0], TypeError)
-        assert ends.once == (1, 1)
-
-    run(body)
-
-
-def test_a_function_that_cancels_its_own_task_is_told_of() -> None:
-    async def suicide() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
+        loop = asyncio.get_running_loop()
+        with pytest.raises(TimedOut, match=r"^no answer within 7 s$"):
+            await bench.run(slow, 7.0)
+        assert bench.freed == []
+        assert loop.time() == pytest.approx(7.0, abs=1e-3)
+        await bench.free.wait()
+        assert loop.time() == pytest.approx(7.0 + GRACE_S / 2, abs=1e-3)
         await asyncio.sleep(10)
+        assert (bench.freed, bench.abandoned, bench.calls.abandoned) == ([TimedOut], [], 0)
+
+    on_loop(body)
+
+
+def test_a_coroutine_that_swallows_its_cancellation_is_abandoned_until_it_ends() -> None:
+    async def body(bench: Bench) -> None:
+        call = bench.run(stubborn, 5.0)
+        await bench.free.wait()
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0 + GRACE_S, abs=1e-3)
+        assert isinstance(call.exception(), TimedOut)
+        assert (bench.abandoned, bench.calls.abandoned) == ([1], 1)
+        await asyncio.sleep(50)
+        assert (bench.freed, bench.calls.abandoned) == ([TimedOut], 0)
+
+    on_loop(body)
+
+
+@pytest.mark.parametrize("result", [1, later], ids=["number", "coroutine"])
+def test_a_thread_that_is_late_is_abandoned_until_it_returns(result: Any) -> None:
+    hold = threading.Event()
+
+    def late() -> Any:
+        hold.wait()
+        return result() if callable(result) else result  # a coroutine that nobody awaits any more
 
     async def body(bench: Bench) -> None:
-        (error,) = (await bench.end_of(suicide)).errors
-        assert isinstance(error, asyncio.CancelledError)
+        with pytest.raises(TimedOut):
+            await bench.run(late, 0.02)
+        await bench.free.wait()
+        assert (bench.abandoned, bench.calls.abandoned) == ([1], 1)
+        assert await bench.run(lambda: 3) == 3, "others have a thread of their own"
+        hold.set()
+        while bench.calls.abandoned:
+            await asyncio.sleep(0.001)
+        assert bench.freed == [TimedOut, 3]
 
-    run(body)
-
-
-def test_the_end_of_the_loop_is_no_end_of_a_call() -> None:
-    """Who leaves asyncio.run without close() must not read that the reward function failed."""
-    told: list[Call] = []
-
-    async def body() -> None:
-        bench = Bench()
-        for function in (Slow(), lambda: asyncio.sleep(100)):
-            bench.calls.start(function, {}, on_done=told.append, on_freed=lambda _call: None)
-        await asyncio.sleep(0.05)
-
-    asyncio.run(body())
-    assert told == []
+    with_threads(body)
 
 
-def test_a_function_that_cancels_all_tasks_ends_the_other_calls_with_an_error() -> None:
-    async def hostile(spared: set[Any]) -> None:
+def test_the_coroutine_that_a_sync_function_returned_is_cancelled_when_the_time_of_both_is_over() -> None:
+    async def body(bench: Bench) -> None:
+        with pytest.raises(TimedOut):
+            await bench.run(lambda: asyncio.sleep(100), 0.05)
+        await bench.free.wait()
+        assert (bench.freed, bench.calls.abandoned) == ([TimedOut], 0)
+
+    with_threads(body)
+
+
+# --- cancelled callers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_code_behind_a_cancelled_caller_is_ended(turns: int) -> None:
+    async def body(bench: Bench) -> None:
+        call = bench.run(partial(asyncio.sleep, 100), 50.0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0)
+        assert bench.freed == [asyncio.CancelledError] * (turns > 0), "at 0 it had not begun"
+
+    on_loop(body)
+
+
+@pytest.mark.parametrize("timeout_s", [60.0, None, 0.05])
+def test_a_thread_behind_a_cancelled_caller_keeps_its_slot_until_it_ends_or_its_time_is_over(
+    timeout_s: float | None,
+) -> None:
+    hold = threading.Event()
+
+    def late() -> Any:
+        hold.wait()
+        return later()
+
+    async def body(bench: Bench) -> None:
+        call = bench.run(late, timeout_s)
         await asyncio.sleep(0.01)
-        for task in asyncio.all_tasks() - spared - {asyncio.current_task()}:
-            task.cancel()
+        call.cancel()
+        await asyncio.sleep(0.01)
+        if timeout_s != 0.05:
+            assert bench.freed == []
+            hold.set()
+        await bench.free.wait()
+        assert bench.freed == [asyncio.CancelledError]
+        assert bench.abandoned == [1] * (timeout_s == 0.05)
+        hold.set()
+        while bench.calls.abandoned:
+            await asyncio.sleep(0.001)
 
-    async def body() -> None:
-        spared = asyncio.all_tasks()
-        bench, ended = Bench(), asyncio.Queue[Call]()
-        for function in (lambda: asyncio.sleep(100), lambda: hostile(spared)):
-            bench.calls.start(function, {}, on_done=ended.put_nowait, on_freed=lambda _call: None)
-        errors = [(await ended.get()).error for _ in range(2)]
-        assert sorted(type(error).__name__ for error in errors) == ["CancelledError", "NoneType"]
-        await bench.calls.close()
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+    with_threads(body)
 
 
-def test_what_claims_to_be_async_and_is_not_is_an_error() -> None:
+# --- any order of events -------------------------------------------------------------------------------------
+
+TIMES = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.0])
+ENDINGS: dict[str, type[BaseException]] = {
+    "raises": ValueError,
+    "cancels": asyncio.CancelledError,
+    "exits": SystemExit,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call does, and when its caller is cancelled."""
+
+    threaded: bool
+    seconds: float
+    ending: str
+    stubborn: bool
+    timeout_s: float | None
+    cancel_at: float | None
+
+    def ends(self) -> int:
+        if self.ending != "returns":
+            raise ENDINGS[self.ending]
+        return 1
+
+    async def later(self) -> int:
+        await (stubborn(self.seconds) if self.stubborn else asyncio.sleep(self.seconds))
+        return self.ends()
+
+
+plans = st.builds(
+    Plan,
+    threaded=st.booleans(),
+    seconds=TIMES,
+    ending=st.sampled_from(["returns", *ENDINGS]),
+    stubborn=st.booleans(),
+    timeout_s=st.none() | TIMES,
+    cancel_at=st.none() | TIMES,
+)
+
+
+class JumpingThreads:
+    """Threads of a loop whose clock jumps: each takes the seconds of its plan."""
+
+    def start(self, function: Callable[..., Any], keywords: Any) -> asyncio.Future[Any]:
+        loop, plan = asyncio.get_running_loop(), function.__self__  # type: ignore[attr-defined]
+        future = loop.create_future()
+        error = None if plan.ending == "returns" else ENDINGS[plan.ending]
+        if error is None:
+            loop.call_later(plan.seconds, future.set_result, 1)
+        else:
+            loop.call_later(plan.seconds, future.set_exception, error() if error is ValueError else UserExit())
+        return future
+
+    def close(self) -> None: ...
+
+
+@given(st.lists(plans, min_size=1, max_size=8))
+def test_in_any_order_each_call_has_one_outcome_and_frees_its_slot_once(some: list[Plan]) -> None:
     async def body(bench: Bench) -> None:
-        ends = Ends()
-        bench.calls.start(lambda: 3, {}, on_done=ends.on_done, on_freed=ends.on_freed, awaits=True)
-        await ends.free.wait()
-        assert isinstance(ends.errors[0], TypeError)
+        with mock.patch.object(bench.calls, "_threads", JumpingThreads()):
+            started = []
+            for plan in some:
+                freed: list[Any] = []
+                function = plan.ends if plan.threaded else plan.later
+                on_free = lambda *how, freed=freed: freed.append(how)  # noqa: E731
+                call = asyncio.create_task(bench.calls.run(function, {}, plan.timeout_s, on_free))
+                if plan.cancel_at is not None:
+                    asyncio.get_running_loop().call_later(plan.cancel_at, call.cancel)
+                started.append((plan, call, freed))
+            await asyncio.sleep(30)
+            for plan, call, freed in started:
+                assert call.done()
+                assert len(freed) == 1 or (call.cancelled() and plan.cancel_at == 0), "unless it never began"
+                assert not call.cancelled() or plan.cancel_at is not None
+                if not call.cancelled():
+                    error = call.exception()
+                    assert isinstance(error, TimedOut | ValueError | UserExit | None)
+                    assert plan.timeout_s is not None or not isinstance(error, TimedOut)
+            assert bench.calls.abandoned == 0, "all have ended"
+            assert not timers()
 
-    run(body)
+    on_loop(body)
+
+
+# --- threads and close ---------------------------------------------------------------------------------------
+
+
+def test_threads_are_used_again_keep_nothing_of_a_call_and_end_with_close() -> None:
+    class Sample:
+        pass
+
+    async def body(bench: Bench) -> None:
+        before, sample = set(threading.enumerate()), Sample()
+        gone = weakref.ref(sample)
+        await bench.run(lambda of: 1, of=sample)
+        for _ in range(50):
+            await bench.run(lambda: 1)
+        del sample
+        gc.collect()
+        assert gone() is None
+        (worker,) = set(threading.enumerate()) - before
+        await bench.calls.close()
+        await asyncio.to_thread(worker.join, 10)
+        assert not worker.is_alive()
+
+    with_threads(body)
 
 
 def test_a_thread_that_cannot_be_started_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,187 +392,45 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_the_call(monkeypatch: py
     async def body(bench: Bench) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            _call, ends = bench.start(lambda: called.append(1))
-            await ends.free.wait()
-        assert "can't start new thread" in str(ends.errors[0])
-        assert ends.once == (1, 1)
-        assert not bench.calls.live
-        assert (await bench.end_of(lambda: 3)).results == [3], "as soon as there are threads again"
-        assert called == [], "who failed is not called behind the back of who asked"
+            with pytest.raises(NoThread, match="can't start new thread"):
+                await bench.run(lambda: called.append(1))
+        assert await bench.run(lambda: 3) == 3, "as soon as there are threads again"
+        assert (called, bench.freed) == ([], [NoThread, 3])
 
-    run(body)
+    with_threads(body)
 
 
-# --- callbacks -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["done", "freed"])
-@pytest.mark.parametrize("function", [coroutine, lambda: 3], ids=["async", "sync"])
-def test_an_error_in_who_is_told_is_reported_and_loses_no_slot(place: str, function: Any) -> None:
+def test_close_ends_all_tasks_and_does_not_wait_for_ever_for_a_stubborn_one() -> None:
     async def body(bench: Bench) -> None:
-        ends = Ends()
-
-        def broken(call: Call) -> None:
-            (ends.on_done if place == "done" else ends.on_freed)(call)
-            raise KeyError("ours")
-
-        done, freed = (broken, ends.on_freed) if place == "done" else (ends.on_done, broken)
-        bench.calls.start(function, {}, on_done=done, on_freed=freed)
-        await ends.free.wait()
-        assert ends.once == (1, 1)
-        assert [type(bug) for bug in bench.bugs] == [KeyError]
-        assert not bench.calls.live
-
-    run(body)
-
-
-def test_close_with_everything_in_flight() -> None:
-    hold = threading.Event()
-
-    async def body(bench: Bench) -> None:
-        started = [
-            bench.start(Slow(), 60.0),
-            bench.start(Slow()),
-            bench.start(lambda: asyncio.sleep(100), 60.0),
-            bench.start(hold.wait, 60.0),
-            bench.start(coroutine, wrong=1),
-        ]
-        await asyncio.sleep(0.02)
-        started.append(bench.start(Slow()))  # cancelled before it began
+        calls = [bench.run(partial(asyncio.sleep, 100)), bench.run(stubborn)]
+        await asyncio.sleep(0.1)
         await bench.calls.close()
-        for i, (call, ends) in enumerate(started):
-            assert ends.freed == (0 if i == 3 else 1)
-            assert call.ended == (i != 3)
-            assert len(ends.errors) == (1 if i == 4 else 0)
-        assert bench.calls.live == {started[3][0]}, "a thread cannot be ended"
-        hold.set()
-        await started[3][1].free.wait()
+        assert asyncio.get_running_loop().time() < 5
+        assert bench.freed == [UserExit]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(end) for end in ends] == [UserExit, str]
 
-    run(body)
+    on_loop(body)
 
 
-def test_close_does_not_wait_for_ever_for_a_stubborn_coroutine() -> None:
-    async def body() -> None:
-        bench, loop = Bench(), asyncio.get_running_loop()
-        _call, ends = bench.start(stubborn)
-        _late, late = bench.start(stubborn, 1.0)
-        await late.free.wait()
-        begin = loop.time()
-        await bench.calls.close(deadline_s=5.0)
-        assert loop.time() - begin == pytest.approx(5.0, abs=1e-3)
-        assert ends.once == (0, 1)
-        assert bench.calls.abandoned == 2
-        await asyncio.sleep(60)
-        assert bench.calls.abandoned == 0
-
-    run_virtual(body)
-
-
-def test_threads_are_used_again_and_end_with_close() -> None:
-    async def body(bench: Bench) -> None:
-        before = set(threading.enumerate())
-        for _ in range(50):
-            await bench.end_of(lambda: 1)
-        workers = set(threading.enumerate()) - before
-        assert len(workers) == 1, "one after the other needs one"
-        await bench.calls.close()
-        for worker in workers:
-            await asyncio.to_thread(worker.join, 10)
-            assert not worker.is_alive()
-
-    run(body)
-
-
-def test_a_thread_can_be_waited_for_as_soon_as_it_is_asked_for() -> None:
-    for _ in range(50):
-        threads, before = Threads(), set(threading.enumerate())
-        threads.run(lambda: lambda: None)
-        (worker,) = set(threading.enumerate()) - before
-        threads.close()
-        worker.join(10)
-        assert not worker.is_alive()
-
-
-def test_threads_run_as_many_at_once_as_are_asked_for() -> None:
-    threads, barrier = Threads(), threading.Barrier(17)
-
-    def meet() -> Callable[[], None]:
-        barrier.wait(timeout=20)
-        return lambda: None
-
-    for _ in range(16):
-        threads.run(meet)
-    meet()
-    threads.close()
-
-
-def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
-    import weakref
-
-    class Sample:
-        pass
-
-    async def body(bench: Bench) -> None:
-        sample = Sample()
-        gone = weakref.ref(sample)
-        _call, ends = bench.start(lambda of: 1, of=sample)
-        await ends.free.wait()
-        await bench.end_of(lambda: 1)
-        del sample, _call, ends
-        gc.collect()
-        assert gone() is None
-
-    run(body)
-
-
+@pytest.mark.heavy
 def test_a_process_exits_though_a_thread_never_returns() -> None:
     code = """
-        import asyncio, sys, threading
+        import asyncio, threading
         from dataflow.usercode.calls import Calls
 
         async def main():
-            free = asyncio.Event()
-            calls = Calls(lambda strays: print("strays", strays), print)
-            calls.start(threading.Event().wait, {}, on_done=lambda c: print(c.error), on_freed=lambda c: free.set(),
-                        timeout_s=0.05)
-            calls.start(threading.Event().wait, {}, on_done=print, on_freed=print)
-            await free.wait()
+            calls = Calls(lambda count: print("abandoned", count))
+            for timeout_s in (0.05, None):
+                free = asyncio.Event()
+                run = calls.run(threading.Event().wait, {}, timeout_s, lambda *_: free.set())
+                call = asyncio.create_task(run)
+            await asyncio.sleep(0.2)
+            call.cancel()
             await calls.close()
 
         asyncio.run(main())
         print("out")
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=30
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split("\n")[:3] == ["no answer within 0.05 s", "strays 1", "out"]
-
-
-def test_a_thread_that_returns_after_the_loop_is_closed_says_nothing() -> None:
-    hold = threading.Event()
-    failures: list[Any] = []
-
-    def late() -> Any:
-        hold.wait()
-        return coroutine()
-
-    async def body() -> None:
-        bench = Bench()
-        bench.start(late)
-        await bench.calls.close()
-
-    hook, threading.excepthook = threading.excepthook, failures.append
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            before = set(threading.enumerate())
-            asyncio.run(body())
-            (worker,) = set(threading.enumerate()) - before
-            hold.set()
-            worker.join(10)
-            gc.collect()
-    finally:
-        threading.excepthook = hook
-    assert not failures
-    assert not [str(w.message) for w in caught if "never" in str(w.message)]
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "abandoned 1\nout\n"), done.stderr

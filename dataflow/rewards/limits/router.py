@@ -22,6 +22,7 @@ pauses the queue of a server that fails:
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -36,9 +37,12 @@ from dataflow.errors import counted
 from dataflow.rewards.limits.health_check import HealthCheck, brief, health_of
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.queues import EndpointQueue
-from dataflow.rewards.retry import is_bad_reply, is_lost, retry_after_s
+from dataflow.rewards.retry import _TRANSPORT, _is_one, retry_after_s, status_of
 from dataflow.system import clock
-from dataflow.usercode.loop import call_endpoint
+from dataflow.system.http import THROTTLED
+from dataflow.usercode.failures import causes_of
+
+call_endpoint: contextvars.ContextVar[str] = contextvars.ContextVar("dataflow_call_endpoint", default="")
 
 FAILURES = 3
 """Failed calls in a row after which a server is ejected although its health check answers."""
@@ -366,7 +370,7 @@ def is_doubtful(error: BaseException) -> bool:
 
 def router_of(reward: Any) -> Router | None:
     """Returns the router of a reward object, if it has one."""
-    found = getattr(reward, "router", None)
+    found = reward.router
     return found if isinstance(found, Router) else None
 
 
@@ -378,3 +382,30 @@ def pooled(limits: Limits, router: Router | None) -> Limits:
 def _at_most(limits: Limits, concurrency: int) -> Limits:
     most = min(limits.concurrency, concurrency)
     return replace(limits, concurrency=most, floor=min(limits.floor, most))
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a server did not answer a call as it should: a time-out, a broken connection, or a status 5xx.
+
+    A server that rejects a request for its load, or whose answer cannot be used, is not lost.
+    """
+    for one in causes_of(error):
+        lost, status = getattr(one, "lost", None), status_of(one)
+        if isinstance(lost, bool):
+            return lost
+        if status is not None:
+            return status >= 500 and status not in THROTTLED
+        if isinstance(one, TimeoutError | ConnectionError) or _is_one(one, _TRANSPORT):
+            return True
+    return False
+
+
+def is_bad_reply(error: BaseException) -> bool:
+    """Whether a server answered what no score can be read from, such as a status 4xx: another one may do better.
+
+    An error without a status says so by an attribute ``of_server``.
+    """
+    chain = list(causes_of(error))
+    if is_lost(error) or any(getattr(one, "fatal", None) is True for one in chain):
+        return False
+    return any(getattr(one, "of_server", None) is True or status_of(one) is not None for one in chain)

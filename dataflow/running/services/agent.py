@@ -16,12 +16,12 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.functions import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.ledger import Ledger, check_file
-from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.managers import build_manager, check_manager, find_manager, limits_declared, scores_alone
 from dataflow.rewards.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
 from dataflow.rewards.retry import Retry
+from dataflow.rewards.slots import Limits, check_endpoints
 from dataflow.system.secrets import keep_secrets, redact_logs
 
 if TYPE_CHECKING:

@@ -53,8 +53,6 @@ class Culprit:
             words.append(f"{facts['tries']} tries")
         if throttled := facts.get("throttled"):
             words.append(f"throttled {counted(throttled, 'time')}")
-        if resent := facts.get("resent"):
-            words.append(f"sent to another server {counted(resent, 'time')}")
         if "queued_s" in facts:
             words.append(f"queued {facts['queued_s']:.1f} s")
             if (last := _QUEUED_FOR.get(facts.get("held_by", ""))) is not None:

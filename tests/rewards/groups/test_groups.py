@@ -28,7 +28,7 @@ def test_fail_ends_the_step_with_the_story_and_leaves_the_others() -> None:
             await agent.collect(1)
         assert str(caught.value).startswith("sample 1 of group 1 of step 1: 'compute_score' raised ValueError: broken")
         assert caught.value.__cause__ is BROKEN
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         assert reward.cancelled == ["0.0"]
         assert (await agent.collect(2)).ids == (2,)
         stats = agent.stats()

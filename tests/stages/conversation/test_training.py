@@ -14,7 +14,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
-from dataflow.rewards.jobs import Arguments
+from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.managers import build_manager
 from dataflow.stages.advantage import advantage
 from dataflow.stages.sampling.conversation import conversation

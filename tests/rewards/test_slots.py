@@ -1,0 +1,458 @@
+"""Slots: the order of calls, their number in flight, and how fast they begin, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from dataflow.config.reward import EndpointConfig, RewardConfig
+from dataflow.errors import ConfigError
+from dataflow.rewards.slots import BACK_OFF, Limits, Slot, Slots
+from tests.rigs.logs import logged
+from tests.rigs.virtual_time import run_virtual, timers
+
+pytestmark = pytest.mark.timeout(60)
+
+MINUTE = 60.0 - 1e-4
+"""A window of which both ends belong to it."""
+
+
+@dataclass(eq=False)
+class Item:
+    priority: tuple[int, int, int]
+    endpoint: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    """How long it will hold its slot."""
+    used: int | None = None
+    """Tokens that it really uses."""
+    queued_at: float = 0.0
+    held_by: str = ""
+    waiting: asyncio.Future[Slot] | None = None
+    begin: float = math.nan
+
+
+class Rig:
+    """Slots, and what has begun there."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.loop, self.slots = asyncio.get_running_loop(), Slots(limits)
+        self.begun: list[Item] = []
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def push(self, count: int = 1, step: int = 1, local: bool = False, **options: Any) -> list[Item]:
+        items = [Item((0, step, len(self.tasks) + i), queued_at=self.loop.time(), **options) for i in range(count)]
+        self.tasks += [asyncio.create_task(self._hold(item, local)) for item in items]
+        return items
+
+    async def _hold(self, item: Item, local: bool) -> None:
+        slot = await self.slots.acquire(item, local)
+        item.begin = self.loop.time()
+        self.begun.append(item)
+        for name in {"all", item.endpoint}:
+            self.now[name] += 1
+            self.most[name] = max(self.most[name], self.now[name])
+        try:
+            await asyncio.sleep(item.seconds)
+        finally:
+            self.now.subtract({"all", item.endpoint})
+            self.slots.release(slot, used=item.used)
+
+    def cancel(self, item: Item) -> None:
+        self.tasks[item.priority[2]].cancel()
+
+    def times(self, endpoint: str | None = None) -> list[float]:
+        return [item.begin for item in self.begun if endpoint in (None, item.endpoint)]
+
+    def most_in_a_minute(self, weight: Callable[[Item], float] = lambda _item: 1, endpoint: str | None = None) -> float:
+        """Returns what any 60 seconds hold at most."""
+        window: deque[tuple[float, float]] = deque()
+        best = inside = 0.0
+        for item in self.begun:
+            if endpoint in (None, item.endpoint):
+                window.append((item.begin, weight(item)))
+                inside += window[-1][1]
+                while window[0][0] < item.begin - MINUTE:
+                    inside -= window.popleft()[1]
+                best = max(best, inside)
+        return best
+
+
+def tokens_of(item: Item) -> float:
+    return item.tokens
+
+
+def on_slots(limits: Limits, then: Callable[[Rig], Coroutine[Any, Any, None]]) -> Rig:
+    """Runs it; afterwards no slot is in use, unless an item holds it for ever, and no timer is left."""
+
+    async def body() -> Rig:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dataflow.system.clock.now", asyncio.get_running_loop().time)
+            rig = Rig(limits)
+            await then(rig)
+            assert rig.slots.running == rig.now["all"] == sum(queue.running for queue in rig.slots._all)
+            for task in rig.tasks:
+                task.cancel()
+            await asyncio.gather(*rig.tasks, return_exceptions=True)
+            rig.slots.close()
+            assert not timers()
+        return rig
+
+    return run_virtual(body)  # type: ignore[no-any-return]
+
+
+def about(*seconds: float) -> Any:
+    return pytest.approx(list(seconds), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"concurrency": 0}, "reward.concurrency=0; give 1 or more."),
+        ({"rpm": 0}, "reward.rpm=0; give a number above 0, or null."),
+        ({"tpm": math.nan}, "reward.tpm=nan"),
+        ({"rpm": math.inf}, "reward.rpm=inf"),
+        ({"floor": 0}, "reward.floor=0; give 1 to reward.concurrency=64."),
+        ({"concurrency": 4, "floor": 5}, "reward.floor=5; give 1 to reward.concurrency=4."),
+    ],
+)
+def test_limits_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Limits(**options)
+
+
+# --- order and slots -----------------------------------------------------------------------------------------
+
+
+def test_the_oldest_of_all_queues_goes_first() -> None:
+    async def then(rig: Rig) -> None:
+        rig.push(step=9, seconds=1.0)
+        await asyncio.sleep(0.5)
+        for step, endpoint in [(3, "a"), (2, "b"), (1, "a"), (3, ""), (1, "b"), (2, "elsewhere")]:
+            rig.push(step=step, endpoint=endpoint, seconds=1.0)
+        await asyncio.sleep(20)
+
+    rig = on_slots(Limits(1, endpoints={"a": Limits(4), "b": Limits(4)}), then)
+    order = [(item.priority[1], item.endpoint) for item in rig.begun]
+    assert order == [(9, ""), (1, "a"), (1, "b"), (2, "b"), (2, "elsewhere"), (3, "a"), (3, "")]
+
+
+def test_the_limits_of_all_and_of_an_endpoint_hold_and_one_that_is_full_holds_up_no_other() -> None:
+    async def then(rig: Rig) -> None:
+        for endpoint in ("a", "b", ""):
+            rig.push(10, endpoint=endpoint, seconds=1.0)
+        await asyncio.sleep(60)
+
+    rig = on_slots(Limits(5, endpoints={"a": Limits(2), "b": Limits(64)}), then)
+    assert len(rig.begun) == 30
+    assert [item.endpoint for item in rig.begun[:5]] == ["a", "a", "b", "b", "b"]
+    assert (rig.most["all"], rig.most["a"], rig.slots.peak) == (5, 2, 5)
+
+
+def test_a_cancelled_item_leaves_its_place_and_its_slot_to_the_next() -> None:
+    async def then(rig: Rig) -> None:
+        rig.push(seconds=1.0)
+        queued, holds, granted, _last = rig.push(4, seconds=1.0)
+        await asyncio.sleep(0.5)
+        rig.cancel(queued)
+        await asyncio.sleep(1)
+        rig.cancel(holds)
+        while granted.waiting is None or not granted.waiting.done():
+            await asyncio.sleep(0)
+        rig.cancel(granted)  # in the turn in which it has its slot
+        await asyncio.sleep(0.5)
+
+    rig = on_slots(Limits(1), then)
+    assert [item.priority[2] for item in rig.begun] == [0, 2, 4]
+
+
+def test_a_promoted_item_goes_before_those_that_were_ahead_of_it() -> None:
+    async def then(rig: Rig) -> None:
+        rig.push(seconds=1.0)
+        rig.push(2, step=2)
+        (late,) = rig.push(step=9)
+        await asyncio.sleep(0.5)
+        late.priority = (0, 1, 9)
+        rig.slots.promote(late)
+        await asyncio.sleep(5)
+        assert [item is late for item in rig.begun] == [False, True, False, False]
+
+    on_slots(Limits(1), then)
+
+
+def test_local_work_takes_a_slot_and_waits_for_nothing_else() -> None:
+    async def then(rig: Rig) -> None:
+        rig.push(seconds=5.0)
+        await asyncio.sleep(0)
+        rig.slots.pause(rig.slots.queues[""], 1000.0)
+        rig.push(3, local=True, seconds=1.0)
+        await asyncio.sleep(20)
+
+    assert on_slots(Limits(2, rpm=1), then).times() == about(0, 0, 1, 2)
+
+
+# --- pauses --------------------------------------------------------------------------------------------------
+
+
+def test_a_paused_endpoint_starts_nothing_until_its_longest_pause_is_over_and_the_others_go_on() -> None:
+    async def then(rig: Rig) -> None:
+        for seconds in (10.0, 30.0, 5.0):
+            rig.slots.pause(rig.slots.queues["a"], seconds)
+        rig.push(3, endpoint="a", seconds=1.0)
+        rig.push(3, seconds=1.0)
+        await asyncio.sleep(60)
+
+    rig = on_slots(Limits(2, endpoints={"a": Limits(2)}), then)
+    assert (rig.times(""), rig.times("a")) == (about(0, 0, 1), about(30, 30, 31))
+
+
+@pytest.mark.parametrize(
+    ("limits", "pause_s", "others", "cause"),
+    [
+        (Limits(8), 5.0, 0, "pause"),
+        (Limits(8), 0.0, 0, ""),
+        (Limits(1), 0.0, 1, "slot"),
+        (Limits(8, rpm=1), 0.0, 1, "rate"),
+        (Limits(8, rpm=1), 5.0, 0, "pause"),
+        (Limits(8, endpoints={"a": Limits(8, tpm=9)}), 0.0, 1, "rate"),
+    ],
+)
+def test_an_item_says_what_it_has_waited_for(limits: Limits, pause_s: float, others: int, cause: str) -> None:
+    async def then(rig: Rig) -> None:
+        rig.push(others, endpoint="a", tokens=9, seconds=1.0)
+        await asyncio.sleep(0)
+        if pause_s:
+            rig.slots.pause(rig.slots.queues.get("a", rig.slots.queues[""]), pause_s)
+        (item,) = rig.push(endpoint="a")
+        await asyncio.sleep(100)
+        assert item.held_by == cause
+
+    on_slots(limits, then)
+
+
+# --- rates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rpm", [0.5, 1, 3, 10, 59, 60, 61, 90, 600])
+def test_no_minute_holds_more_requests_than_allowed_and_hardly_fewer(rpm: float) -> None:
+    count = math.ceil(4 * rpm)
+
+    async def then(rig: Rig) -> None:
+        rig.push(count)
+        await asyncio.sleep(60 * 4 + 180)
+
+    rig = on_slots(Limits(1000, rpm=rpm), then)
+    assert len(rig.begun) == count
+    assert rig.most_in_a_minute() <= max(1, rpm)
+    assert rig.times()[-1] <= 60 * count / rpm * 1.02 + 1
+
+
+@pytest.mark.parametrize("sizes", [[1], [10, 90], [100, 1, 1, 1], [500], [83, 84], [1000]])
+def test_no_minute_holds_more_tokens_than_allowed_and_hardly_fewer(sizes: list[int]) -> None:
+    async def then(rig: Rig) -> None:
+        for i in range(math.ceil(4000 * len(sizes) / sum(sizes))):
+            rig.push(tokens=sizes[i % len(sizes)])
+        await asyncio.sleep(60 * 8)
+        assert len(rig.begun) == len(rig.tasks)
+
+    rig = on_slots(Limits(1000, tpm=1000), then)
+    assert rig.most_in_a_minute(tokens_of) <= 1000 + max(0, max(sizes) - 1000 // 60), "or one large request more"
+    assert rig.times()[-1] <= 60 * 4 * 1.12 + 5
+
+
+def test_a_request_larger_than_a_minute_goes_alone_and_takes_as_many() -> None:
+    async def then(rig: Rig) -> None:
+        for tokens in (10, 1800, 1800, 1):
+            rig.push(tokens=tokens)
+        await asyncio.sleep(1000)
+
+    small, first, second, last = on_slots(Limits(1000, tpm=600), then).times()
+    assert first >= small + 1 - 1e-3, "what began before it is paid for"
+    assert second - first >= 180 - 1e-3, "3 minutes' worth"
+    assert last - second >= 170
+    assert last <= 600
+
+
+@pytest.mark.parametrize(
+    ("said", "used", "count", "least_s", "most_s"),
+    [(10, 100, 60, 9 * 60, 10.2 * 60), (50, 10, 120, 100, 150)],
+    ids=["beyond the estimate", "below it"],
+)
+def test_an_estimate_is_corrected_once_the_tokens_are_known(
+    said: int, used: int, count: int, least_s: float, most_s: float
+) -> None:
+    async def then(rig: Rig) -> None:
+        rig.push(count, tokens=said, used=used, seconds=0.1)
+        await asyncio.sleep(60 * 11)
+
+    rig = on_slots(Limits(1, tpm=600), then)
+    assert len(rig.begun) == count
+    assert rig.most_in_a_minute(lambda _item: used) <= 600
+    assert least_s <= rig.times()[-1] <= most_s
+
+
+pushes = st.lists(
+    st.tuples(
+        st.integers(0, 100),  # when
+        st.integers(1, 3),  # step
+        st.sampled_from(["", "a", "b"]),
+        st.integers(0, 120),  # tokens
+        st.sampled_from([0.0, 0.5, 7.0]),  # seconds
+        st.sampled_from([True, True, True, False]),  # whether it stays
+    ),
+    min_size=1,
+    max_size=40,
+)
+rates = st.none() | st.integers(5, 200)
+
+
+@given(
+    pushes,
+    st.integers(1, 5),
+    rates,
+    st.none() | st.integers(120, 2000),
+    rates,
+    st.lists(st.tuples(st.integers(0, 100), st.sampled_from(["", "a"]), st.integers(1, 40)), max_size=3),
+)
+def test_all_that_stays_begins_and_no_limit_is_passed(
+    plan: list[tuple[int, int, str, int, float, bool]],
+    slots: int,
+    rpm: float | None,
+    tpm: float | None,
+    own_rpm: float | None,
+    pauses: list[tuple[int, str, int]],
+) -> None:
+    async def then(rig: Rig) -> None:
+        def push(step: int, endpoint: str, tokens: int, seconds: float, stays: bool) -> None:
+            (item,) = rig.push(step=step, endpoint=endpoint, tokens=tokens, seconds=seconds)
+            if not stays:
+                rig.loop.call_later(0.3, rig.cancel, item)
+
+        for at, step, endpoint, tokens, seconds, stays in plan:
+            rig.loop.call_at(at, push, step, endpoint, tokens, seconds, stays)
+        for at, name, seconds in pauses:
+            rig.loop.call_at(at, lambda name, seconds: rig.slots.pause(rig.slots.queues[name], seconds), name, seconds)
+        await asyncio.sleep(60 * 250)
+        assert rig.slots.running == 0
+
+    rig = on_slots(Limits(slots, rpm=rpm, tpm=tpm, endpoints={"a": Limits(2, rpm=own_rpm), "b": Limits(64)}), then)
+    assert len(rig.begun) >= sum(stays for *_, stays in plan)
+    assert rig.slots.peak <= slots
+    assert rig.most["a"] <= 2
+    assert rig.most_in_a_minute() <= (rpm or math.inf)
+    assert rig.most_in_a_minute(endpoint="a") <= (own_rpm or math.inf)
+    assert rig.most_in_a_minute(tokens_of) <= (tpm or math.inf) + max(0, max(tokens for *_, tokens, _s, _w in plan))
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (Limits(rpm=0.01), "rpm=0.01 allows one request in 1.67 hours"),
+        (Limits(tpm=1.0), "tpm=1 allows one request of 300 tokens in 5 hours"),
+        (Limits(endpoints={"a": Limits(rpm=1e-300)}), "rpm=1e-300 allows one request in 1.9e+294 years"),
+        (Limits(rpm=60, tpm=3000), ""),
+    ],
+)
+def test_a_rate_that_allows_next_to_nothing_is_logged_once(limits: Limits, words: str) -> None:
+    async def then(rig: Rig) -> None:
+        rig.push(2, tokens=300)
+        await asyncio.sleep(1)
+
+    with logged() as lines:
+        on_slots(limits, then)
+    assert lines == [f"reward agent: the limit {words}; raise it if you did not mean that."] * bool(words)
+
+
+@pytest.mark.parametrize("section", [RewardConfig, EndpointConfig])
+@pytest.mark.parametrize("key", ["rpm", "tpm"])
+def test_a_configured_rate_of_almost_nothing_is_refused(section: Any, key: str) -> None:
+    with pytest.raises(ValidationError, match=r"greater than or equal to 0.001"):
+        section(**{key: 0.0009})
+    assert getattr(section(**{key: 0.001}), key) == 0.001
+
+
+# --- adaptive ------------------------------------------------------------------------------------------------
+
+
+class Flight:
+    """Calls of a service that adapts, all slots of which are taken; they are ended by hand."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.slots = Slots(limits)
+        self.queue = self.slots.queues[""]
+        self.held: list[Slot] = []
+        self.more()
+
+    def more(self) -> None:
+        """Takes all slots that are free."""
+        while self.slots.running < int(self.queue.limit):
+            waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+            self.queue.push(Item((0, 1, 0)), waiting)
+            self.slots.fill()
+            self.held.append(waiting.result())
+
+    def end(self, count: int, **how: Any) -> None:
+        for _ in range(count):
+            self.slots.release(self.held.pop(0), **how)
+
+
+def test_a_flight_that_is_turned_away_cuts_the_limit_once_down_to_its_floor() -> None:
+    async def body() -> None:
+        flight = Flight(Limits(100, adaptive=True, floor=7))
+        await asyncio.sleep(1)
+        flight.end(100, overloaded=True, failed=True)
+        assert flight.queue.limit == pytest.approx(100 * BACK_OFF)
+        for _ in range(20):
+            flight.more()
+            await asyncio.sleep(1)
+            flight.end(len(flight.held), overloaded=True, failed=True)
+        assert flight.queue.limit == 7
+        changes = flight.slots.take_changes()
+        assert [limit for _at, _name, limit in changes[:2]] == [70, 49]
+        assert flight.slots.take_changes() == []
+
+    run_virtual(body)
+
+
+def test_the_limit_grows_by_one_a_round_of_successes_while_all_slots_are_taken() -> None:
+    async def body() -> None:
+        flight = Flight(Limits(40, adaptive=True))
+        flight.end(30)
+        flight.queue.limit = 10.0
+        flight.end(3)
+        assert flight.queue.limit == pytest.approx(10.1), "of seven more it is not known whether more would do"
+        flight.more()
+        flight.end(1, failed=True)
+        assert flight.queue.limit == pytest.approx(10.1)
+        for _ in range(5):
+            before = flight.queue.limit
+            for _ in range(int(before)):
+                flight.more()
+                flight.end(1)
+            assert 0.85 <= flight.queue.limit - before <= 1.0
+        for _ in range(3000):
+            flight.more()
+            flight.end(1)
+        assert flight.queue.limit == 40
+
+    run_virtual(body)
+
+
+def test_a_fixed_limit_stays() -> None:
+    async def body() -> None:
+        flight = Flight(Limits(10))
+        flight.end(5, overloaded=True, failed=True)
+        assert (flight.queue.limit, flight.slots.take_changes()) == (10, [])
+
+    run_virtual(body)
