@@ -178,16 +178,6 @@ def test_columns_of_requests_that_shared_a_call() -> None:
     assert rewards["sizes"].tolist()[1:] == [CLEAN] * 3
 
 
-def test_what_a_function_returns_may_change_afterwards() -> None:
-    history: list[str] = []
-
-    async def keeps(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
-        history.append(solution_str)
-        return {"score": 1.0, "history": history}
-
-    assert sorted(map(len, rewards_of(RewardAgent(keeps), one_chat())["history"])) == [1, 2, 3, 4]
-
-
 def test_the_log_s_lists_are_its_own() -> None:
     class Logs:
         async def compute_score(self, **_arguments: Any) -> Any:

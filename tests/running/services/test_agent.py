@@ -126,7 +126,10 @@ def test_what_cannot_be_built_once_servers_run_is_refused_before(
         ({"concurrency": 4, "floor": 8}, "reward.floor=8; give 1 to reward.concurrency=4"),
         ({"backoff": 5, "max_backoff": 1}, "reward.backoff=5 and reward.max_backoff=1"),
         ({"manager": "dappo"}, "reward manager 'dappo' is unknown; did you mean 'dapo'?"),
-        ({"manager": "rate_limited", "manager_kwargs": {"max_rmp": 1}}, "did you mean 'max_rpm'?"),
+        (
+            {"manager": "rate_limited", "manager_kwargs": {"max_rmp": 1}},
+            "unexpected keyword argument 'max_rmp'; its options (reward.manager_kwargs) are",
+        ),
     ],
 )
 def test_options_that_cannot_be(file: Path, keys: dict[str, Any], message: str) -> None:
