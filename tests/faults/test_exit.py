@@ -23,6 +23,7 @@ KINDS = ("sync", "later", "remote")
 
 PROGRAM = """
 import asyncio, sys
+from pathlib import Path
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
@@ -56,8 +57,7 @@ async def main():
     for kind, agent in agents.items():
         scores = await agent.collect(1, 1)
         assert scores.ids == (0,), scores.ids
-        with open(f"{HERE}/{kind}") as fifo:
-            await asyncio.to_thread(fifo.read, 1)
+        await asyncio.to_thread(Path(f"{HERE}/{kind}").read_text)
     collects = [asyncio.create_task(agent.collect(1)) for agent in agents.values()]
     if ENDING == "wait":  # for a signal, which may come within the milliseconds of a commit
         for agent in agents.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.functions import build_reward
-from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.managers import Manager, build_manager
 from tests.rigs.virtual_time import run_virtual
 
@@ -101,17 +99,11 @@ def untouched(samples: Batch) -> bool:
     )
 
 
-def test_samples_of_a_group_and_their_caller() -> None:
+@pytest.mark.parametrize("reward", [later, at_once, build_manager("naive", at_once)], ids=["async", "sync", "manager"])
+def test_samples_of_a_group_and_their_caller(reward: Any) -> None:
     samples = one_chat()
-    rewards = rewards_of(RewardAgent(later, share_equal=True), samples)
+    rewards = rewards_of(RewardAgent(reward, share_equal=True), samples)
     assert rewards["sizes"].tolist() == [CLEAN] * 4
-    assert untouched(samples)
-
-
-@pytest.mark.parametrize("reward", [at_once, build_manager("naive", at_once)], ids=["function", "manager"])
-def test_sync_functions_in_threads(reward: Any) -> None:
-    samples = one_chat()
-    assert rewards_of(RewardAgent(reward), samples)["sizes"].tolist() == [CLEAN] * 4
     assert untouched(samples)
 
 
@@ -125,34 +117,6 @@ def test_tries_hedges_and_what_is_asked_in_passing() -> None:
     assert (reward.calls, len(reward.sizes)) == (2, 4), "a try and its hedge, endpoint and tokens"
     assert rewards["sizes"].tolist() == [CLEAN]
     assert untouched(samples)
-
-
-def test_the_next_try_and_the_predicate_for_it() -> None:
-    sizes = []
-
-    class Fails:
-        async def compute_score(self, ground_truth: Any, extra_info: Any, **_rest: Any) -> float:
-            sizes.append(spoil(ground_truth, extra_info))
-            if len(sizes) < 3:
-                raise KeyError
-            return 1.0
-
-        def retry_on(self, error: BaseException) -> bool:
-            error.args = ("spoilt",)
-            return True
-
-    retry = Retry(backoff_s=0.0, max_backoff_s=0.0)
-    assert rewards_of(RewardAgent(Fails(), retry=retry), one_chat(1))["score"].tolist() == [1.0]
-    assert sizes == [CLEAN] * 3
-
-
-def test_the_ledger_s_key_is_that_of_the_sample_as_it_was(tmp_path: Path) -> None:
-    counted = []
-    for _ in range(2):
-        agent = RewardAgent(later, ledger=Ledger(tmp_path / "r.sqlite", "r"))
-        assert rewards_of(agent, one_chat())["sizes"].tolist() == [CLEAN] * 4
-        counted.append(agent.stats()["cached"])
-    assert counted == [0, 4]
 
 
 class Counts(Manager):
@@ -176,18 +140,6 @@ def test_columns_of_requests_that_shared_a_call() -> None:
     assert agent.steps.counts["shared"] == 3
     rewards["sizes"][0].append("spoilt")
     assert rewards["sizes"].tolist()[1:] == [CLEAN] * 3
-
-
-def test_the_log_s_lists_are_its_own() -> None:
-    class Logs:
-        async def compute_score(self, **_arguments: Any) -> Any:
-            return 1.0, ["asked"], "why"
-
-        async def log(self, queries: list[Any], **_rest: Any) -> None:
-            for query in queries:
-                query.append("spoilt")
-
-    assert rewards_of(RewardAgent(Logs()), one_chat())["query"].tolist() == [["asked"]] * 4
 
 
 async def pops(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, weights: list[int]) -> Any:

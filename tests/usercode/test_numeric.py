@@ -13,13 +13,10 @@ import pandas as pd
 import pytest
 import torch
 
-from dataflow.errors import DataflowError, RewardFailed
+from dataflow.errors import DataflowError
 from dataflow.graph import TaskInfo
-from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.results import read_number, read_result, read_scores, tokens_used
 from dataflow.usercode.numeric import real_number
-from tests.rewards.groups.group_rig import samples
-from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -147,32 +144,3 @@ def test_tokens_are_whole_numbers_of_any_type() -> None:
     assert [tokens_used({"tokens": n}) for n in (7, 7.0, np.int64(7), np.array([7]), torch.tensor(7.0))] == [7] * 5
     assert [tokens_used({"tokens": n}) for n in (-7, 7.5, math.nan, True, None, [7], "7")] == [None] * 7
     assert [tokens_used({"tokens": n}) for n in (2**53 - 1, 2**53, 10**400, math.inf)] == [2**53 - 1, None, None, None]
-
-
-@pytest.mark.parametrize(
-    "value", [np.ma.masked, np.timedelta64(5, "ns"), "12", None, NEGATIVE, math.nan, Verdict.RIGHT], ids=name
-)
-def test_estimates_of_tokens_and_usage(value: Any) -> None:
-    class Reward:
-        async def compute_score(self, **_arguments: Any) -> float:
-            return 1.0
-
-        def tokens(self, **_arguments: Any) -> Any:
-            return value
-
-        def usage(self) -> Any:
-            return {"cost": value}
-
-    async def body() -> None:
-        agent = RewardAgent(Reward(), limits=Limits(tpm=100))
-        if value is not NEGATIVE:
-            with pytest.raises(
-                DataflowError, match=r"'usage' returned a dict whose 'cost' is .*; return finite numbers"
-            ):
-                agent.stats()
-        agent.submit(1, samples(1))
-        with pytest.raises(RewardFailed, match=r"'tokens' returned .*; return a number of 0 or more"):
-            await agent.collect(1)
-        await agent.close()
-
-    run_virtual(body)
