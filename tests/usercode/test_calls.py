@@ -356,7 +356,7 @@ def test_in_any_order_each_call_has_one_outcome_and_frees_its_slot_once(some: li
             assert bench.calls.abandoned == 0, "all have ended"
             assert not timers()
 
-    on_loop(body)
+    run_virtual(lambda: body(Bench()))
 
 
 # --- threads and close ---------------------------------------------------------------------------------------
