@@ -310,8 +310,8 @@ def test_system_exit_in_a_tool_is_an_error_like_others() -> None:
     box = Toolbox(names=("calculator",))
     box.tools.update({"a": Tool.of(leaves), "b": Tool.of(leaves_later)})
     assert answers(box, ToolCall("a"), ToolCall("b")) == [
-        ("error: SystemExit: 3", True),
-        ("error: SystemExit: 4", True),
+        ("error: UserExit: SystemExit: 3", True),
+        ("error: UserExit: SystemExit: 4", True),
     ]
 
 
