@@ -142,7 +142,7 @@ async def _ended(code: asyncio.Future[Any], timeout_s: float | None, ends_at: fl
     if not (await asyncio.wait((code,), timeout=left_s))[0]:
         raise TimedOut(f"no answer within {timeout_s:g} s")
     if code.cancelled():  # by its own code: here it would look like a cancellation of the request
-        raise UserExit("CancelledError")
+        raise UserExit("CancelledError") from asyncio.CancelledError()
     return code.result()
 
 

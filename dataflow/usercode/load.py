@@ -16,7 +16,7 @@ from typing import Any
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import no_file
-from dataflow.usercode.failures import TimedOut, is_interrupt, message_of, parts_of
+from dataflow.usercode.failures import TimedOut, UserExit, is_interrupt, message_of, parts_of
 
 LABEL = "dataflow_reward_"
 """Prefix of the names of modules loaded from users' files."""
@@ -104,6 +104,8 @@ def describe(error: BaseException) -> str:
 
     For an exception group also the exceptions in it.
     """
+    if isinstance(error, UserExit) and error.__cause__ is not None:
+        error = error.__cause__
     text, place = message_of(error), place_of(error)
     text = f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
     if not isinstance(error, BaseExceptionGroup):

@@ -184,7 +184,7 @@ def test_what_is_no_exception_is_caught_too(as_async: bool) -> None:
 
         agent = RewardAgent(scorer(panic, as_async), limits=Limits(4), retry=Retry(timeout_s=2.0, tries=1))
         agent.submit(1, samples(1, [0, BAD[0]], N))
-        story = r"^sample 2 of group 123 of step 1: 'score' raised UserExit: Panic: index out of bounds"
+        story = r"^sample 2 of group 123 of step 1: 'score' raised Panic: index out of bounds"
         with pytest.raises(RewardFailed, match=story):
             await agent.collect(1)
         await agent.close()
