@@ -31,7 +31,7 @@ class ToolsConfig(Section):
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """Side of a longer answer that is cut; left keeps its end."""
     format: Text = "auto"
-    """How the model writes calls: auto, a name of renderers or vLLM, hermes, or a class of the file."""
+    """How the model writes calls: auto, a family of renderers, hermes, or a class of the file."""
 
     @property
     def offered(self) -> bool:

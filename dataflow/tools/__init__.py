@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataflow.tools.formats import ToolCall
-from dataflow.tools.registry import Tool, load_tools, tool
+from dataflow.tools.reader import ToolCall
+from dataflow.tools.tool import Tool, tool
 from dataflow.tools.toolbox import Toolbox, toolbox_of
 
-__all__ = ["Tool", "ToolCall", "Toolbox", "load_tools", "tool", "toolbox_of"]
+__all__ = ["Tool", "ToolCall", "Toolbox", "tool", "toolbox_of"]

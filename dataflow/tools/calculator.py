@@ -10,12 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from dataflow.tools.registry import tool
+from dataflow.tools.tool import tool
 
-LONGEST = 200
-"""Maximum characters of an expression."""
-BITS = 4096
-"""Maximum bits of an integer, intermediate results included."""
+LONGEST, BITS = 200, 4096  # characters of an expression; bits of an integer, intermediate results included
 
 Number = int | float
 _TWO: dict[type, Callable[[Number, Number], Number]] = {
@@ -51,11 +48,9 @@ def calculator(
     if len(expression) > LONGEST:
         raise ValueError(f"the expression is longer than {LONGEST} characters")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError):
         raise ValueError("the expression is not arithmetic: give numbers, + - * / // % ** and parentheses") from None
-    try:
-        value = _value(tree.body)
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except OverflowError:
@@ -68,18 +63,19 @@ def calculator(
 
 
 def _value(node: ast.expr) -> Number:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        value: Number = node.value  # type: ignore[assignment]
-    elif isinstance(node, ast.UnaryOp) and type(node.op) in _ONE:
-        value = _ONE[type(node.op)](_value(node.operand))
-    elif isinstance(node, ast.BinOp) and type(node.op) in _TWO:
-        left, right = _value(node.left), _value(node.right)
-        # A power is checked before it is computed.
-        if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-            _check_size(left.bit_length() * abs(right))
-        value = _TWO[type(node.op)](left, right)
-    else:
-        raise ValueError("only numbers, + - * / // % ** and parentheses can be worked out")
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            pass
+        case ast.UnaryOp() if type(node.op) in _ONE:
+            value = _ONE[type(node.op)](_value(node.operand))
+        case ast.BinOp() if type(node.op) in _TWO:
+            left, right = _value(node.left), _value(node.right)
+            # A power is checked before it is computed.
+            if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+                _check_size(left.bit_length() * abs(right))
+            value = _TWO[type(node.op)](left, right)
+        case _:
+            raise ValueError("only numbers, + - * / // % ** and parentheses can be worked out")
     if isinstance(value, complex):
         raise ValueError("a root of a negative number is not a real number")
     _check_size(value.bit_length() if isinstance(value, int) else 0)
@@ -88,4 +84,4 @@ def _value(node: ast.expr) -> Number:
 
 def _check_size(bits: int) -> None:
     if bits > BITS:
-        raise ValueError("the result is too large")
+        raise OverflowError

@@ -1,49 +1,43 @@
-"""Toolbox: the tools of a run, and how its model calls them and reads their answers; loaded in each process."""
+"""Toolbox: the tools of a run, how its model is told of them, and how they are called; loaded in each process."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.cluster.frozen import FrozenExit, frozen_exit
+from dataflow.cluster.frozen import frozen_exit
 from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids
-from dataflow.errors import DataError, ModelError, nearest
+from dataflow.errors import DataError, ModelError, an
 from dataflow.models.chat import without
-from dataflow.tools.calls import LONGEST, ToolCaller, tools_kwargs
-from dataflow.tools.formats import Format, Framing, ToolCall
-from dataflow.tools.readers import AUTO, Answers, Reader, TextReader, find_format, find_reader
-from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
+from dataflow.tools.reader import AUTO, Answers, Format, Reader, ToolCall, find_format, find_reader
+from dataflow.tools.tool import Refused, Tool, choose_tools
+from dataflow.usercode.calls import Calls
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import TimedOut, message_of
 from dataflow.usercode.load import load_file
 
-# Texts that no template changes, so that they can be found in its output.
-_TEXT, _ANSWER = "dataflow-said", "dataflow-answer"
+T = TypeVar("T")
 FROZEN_S = 60.0
 """Least default of ``tools.frozen_after``: an engine in the same process may keep Python's lock for some seconds."""
+_ANSWER = "dataflow-answer"  # a text that no template changes
 
 
 @dataclass(frozen=True)
 class Toolbox:
     """The tools of a run. Only these settings are pickled; the engine's process loads the tools itself.
 
-    Attributes:
-        model: directory of the tokenizer, whose chat template frames the answers.
-        path: file with the user's tools.
-        names: of the tools to offer; all marked ones of the file if empty.
-        timeout: seconds that a call may take; None for no limit.
-        format: how the model writes its calls.
-        frozen_after: seconds that a call may keep anything else from running in a service's process; after that the
-            process is ended. None for ``timeout``, but at least :data:`FROZEN_S`; 0 for no limit.
-        options: of the chat template, such as ``{"enable_thinking": False}``.
-        longest: characters of an answer.
-        side: of a longer answer that is cut: left, middle or right.
+    They are those of :class:`~dataflow.config.tools.ToolsConfig`; ``options`` are the chat template's.
     """
 
     model: str | None = None
@@ -53,12 +47,11 @@ class Toolbox:
     format: str = AUTO
     frozen_after: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    longest: int = LONGEST
+    longest: int = 4096
     side: str = "middle"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Loaded modules are left out, as another process cannot import the user's module by name. The path is
-        # absolute, as that process may have another working directory.
+        # Another process cannot import the user's module by name, and may have another working directory.
         path = str(Path(self.path).expanduser().absolute()) if self.path else None
         return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "path": path}
 
@@ -66,31 +59,14 @@ class Toolbox:
         self.__dict__.update(state)
 
     def check(self) -> Toolbox:
-        """Loads the tools and the format, so that errors show before the run starts; returns itself.
-
-        Raises:
-            ConfigError: as of :func:`load_tools` and :func:`find_format`.
-        """
+        """Loads the tools and the format, so that errors show before the run starts; returns itself."""
         _ = self.tools, self.how
         return self
 
-    @cached_property
-    def tools(self) -> dict[str, Tool]:
-        return choose_tools(self._module, self.names, self._where)
-
-    @cached_property
-    def how(self) -> Format | str:
-        """The user's format, or the name of another."""
-        return find_format(self.format, self._module, f"tools.format={self.format}")
-
-    @cached_property
-    def reader(self) -> Reader:
-        return find_reader(self.how, self.tokenizer, self.schemas, self.options)
-
-    @property
-    def guessed(self) -> bool:
-        """Whether the chat template describes the tools, but nothing shows how the model writes its calls."""
-        return isinstance(self.reader, TextReader) and self.reader.guessed and self._shown
+    def check_model(self) -> Toolbox:
+        """Checks that calls can be read and answers framed; returns itself."""
+        _ = self.reader
+        return self
 
     @cached_property
     def _module(self) -> ModuleType | None:
@@ -101,9 +77,17 @@ class Toolbox:
         return f"tools.path={self.path}" if self.path else "tools.names"
 
     @cached_property
+    def tools(self) -> dict[str, Tool]:
+        return choose_tools(self._module, self.names, self._where)
+
+    @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """JSON schemas that describe the tools to the model."""
         return [tool.schema for tool in self.tools.values()]
+
+    @cached_property
+    def how(self) -> Format | str:
+        return find_format(self.format, self._module, f"tools.format={self.format}")
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -111,8 +95,33 @@ class Toolbox:
             raise ModelError("the tools have no tokenizer; set model.path.")
         return load_chat_tokenizer(self.model, self.options)
 
-    def described(self, prompts: Batch, longest: int | None = None) -> Batch:
-        """Returns the prompts with descriptions of the tools, if the chat template supports them.
+    @cached_property
+    def reader(self) -> Reader:
+        """Raises a ModelError if the tokenizer does not fit the format, or the chat template frames no answer."""
+        reader = find_reader(self.how, self.tokenizer, self.schemas, self.options)
+        before = prompt_ids(self.tokenizer, [{"role": "user", "content": "?"}], self.schemas)
+        frame = reader.framed(before, self.tokenizer.encode("So"), [(ToolCall("tool"), _ANSWER)])
+        if not hasattr(self.how, "frame") and _ANSWER not in self.tokenizer.decode(frame):
+            what = "the chat template leaves out messages of role 'tool'"
+            raise ModelError(f"model.path={self.model}: {what}; give the model one that has them.")
+        return reader
+
+    @property
+    def guessed(self) -> bool:
+        """Whether the chat template describes the tools, but nothing shows how the model writes its calls."""
+        return self.reader.guessed and self._shown
+
+    @cached_property
+    def _shown(self) -> bool:
+        """Whether the chat template describes the tools."""
+        chat = [{"role": "user", "content": "?"}]
+        shown = prompt_ids(self.tokenizer, chat, self.schemas) != prompt_ids(self.tokenizer, chat)
+        if not shown:
+            logger.info("The chat template describes no tools: the model learns of them only from its prompts.")
+        return shown
+
+    def ready(self, prompts: Batch, longest: int | None = None) -> Batch:
+        """Returns the prompts with descriptions of the tools, if the chat template supports them; checks all.
 
         Args:
             prompts: columns ``prompt_ids`` and ``raw_prompt``.
@@ -120,10 +129,14 @@ class Toolbox:
 
         Raises:
             DataError: a prompt becomes too long, or its ``tools_kwargs`` do not fit the tools.
+            ModelError: as of :attr:`reader`.
         """
+        self.check_model()
         extras = prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)
         for group, extra in zip(prompts.ids, extras, strict=True):
-            self._check_kwargs(tools_kwargs(extra), f"rollout: extra_info of group {group}")
+            given = tools_kwargs(extra)
+            for name, tool in self.tools.items():
+                tool.check_own(given.get(name, {}), f"rollout: extra_info of group {group}")
         if "raw_prompt" not in prompts or not self._shown or prompts.meta.get(DESCRIBED):
             return prompts
         ids = [prompt_ids(self.tokenizer, chat, self.schemas) for chat in prompts["raw_prompt"]]
@@ -135,77 +148,14 @@ class Toolbox:
                 )
         return prompts.merge(prompts.like(prompt_ids=ids))
 
-    @cached_property
-    def _shown(self) -> bool:
-        """Whether the chat template describes the tools."""
-        chat = [{"role": "user", "content": _TEXT}]
-        shown = prompt_ids(self.tokenizer, chat, self.schemas) != prompt_ids(self.tokenizer, chat)
-        if not shown:
-            logger.info("The chat template describes no tools: the model learns of them only from its prompts.")
-        return shown
-
-    def _check_kwargs(self, given: Mapping[str, Mapping[str, Any]], where: str) -> None:
-        for name in given:
-            if name not in self._known:
-                raise DataError(
-                    f"{where}: tools_kwargs names '{name}', which is not a tool{nearest(name, self._known)}."
-                )
-        for name, tool in self.tools.items():
-            tool.check_own(given.get(name, {}), where)
-
-    @cached_property
-    def _known(self) -> dict[str, Any]:
-        """All tools by name, those included that this run leaves out."""
-        return {**READY, **marked_tools(self._module, self._where), **self.tools}
-
     def read(self, before: Sequence[int], turn: Sequence[int], called: bool = True) -> tuple[str, list[ToolCall]]:
-        """Returns the text of a turn of the model without special tokens, and its calls.
-
-        Args:
-            before: the tokens that it was sampled after.
-            turn: its tokens.
-            called: whether to look for calls.
-        """
+        """Returns the text of a turn of the model, which was sampled after the tokens ``before``, and its calls."""
         text = str(self.tokenizer.decode(list(turn), skip_special_tokens=True))
         return text, self.reader.calls(before, turn) if called else []
 
-    def framed(self, before: Sequence[int], turn: Sequence[int], answers: Sequence[tuple[ToolCall, str]]) -> list[int]:
-        """Returns the tokens between a turn and the model's next one: the tools' answers in their frame.
-
-        If the reader does not know the frame, it is what the chat template renders behind the text of an assistant's
-        message when messages of role ``tool`` follow and the assistant is to speak. So the template must leave the
-        assistant's text as it is and begin what follows with a special token: the answers are tokenised by themselves.
-
-        Args:
-            before: the tokens that the turn was sampled after.
-            turn: the model's tokens; the frame begins with the token that ends a turn unless that one ended it.
-            answers: each call with its answer, in order.
-
-        Raises:
-            ModelError: the template cannot frame answers.
-        """
-        answers = [(call, without(text, self._tags)) for call, text in answers]
-        found = self.reader.framed(before, turn, answers)
-        if found is not None:
-            return found
-        ids: list[int] = self.tokenizer.encode(self._behind(answers), add_special_tokens=False)
-        return ids[1:] if turn and ids and ids[0] == turn[-1] else ids
-
-    def _behind(self, answers: Answers) -> str:
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
-        chat += [{"role": "tool", "name": call.name, "content": text} for call, text in answers]
-        try:
-            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template may raise any exception
-            raise ModelError(f"{self._whose} cannot frame a tool's answer: {error}.") from error
-        _before, found, behind = text.partition(_TEXT)
-        if not found:
-            raise ModelError(f"{self._whose} does not show what the assistant said before a tool's answer.")
-        return str(behind)
-
-    @property
-    def _whose(self) -> str:
-        return f"model.path={self.model}: the chat template"
+    def framed(self, before: Sequence[int], turn: Sequence[int], answers: Answers) -> list[int]:
+        """Returns the tokens between a turn and the model's next one; see :meth:`Reader.framed`."""
+        return self.reader.framed(before, turn, [(call, without(text, self._tags)) for call, text in answers])
 
     @cached_property
     def _tags(self) -> list[str]:
@@ -214,44 +164,158 @@ class Toolbox:
         added = [text for text in tokenizer.get_added_vocab() if text[:1] in "<[" and text[-1:] in ">]"]
         return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
 
-    @cached_property
-    def _frames(self) -> None:
-        """Checks, once, that a tool's answer can be rendered."""
-        before = prompt_ids(self.tokenizer, [{"role": "user", "content": "?"}], self.schemas)
-        turn, answers = self.tokenizer.encode(_TEXT, add_special_tokens=False), [(ToolCall("tool"), _ANSWER)]
-        if self.reader.framed(before, turn, answers) is None and _ANSWER not in self._behind(answers):
-            raise ModelError(f"{self._whose} leaves out messages of role 'tool'; give the model one that has them.")
-
-    def check_model(self) -> Toolbox:
-        """Checks that calls can be read and answers framed; returns itself.
-
-        Raises:
-            ModelError: the tokenizer does not fit the format, or the chat template cannot frame an answer, and the
-                format does not do it either.
-        """
-        _ = self.reader
-        if not isinstance(self.how, Framing):
-            _ = self._frames
-        return self
-
-    def ready(self, prompts: Batch, longest: int | None = None) -> Batch:
-        """Returns the prompts of :meth:`described` when all is loaded and checked."""
-        return self.check_model().described(prompts, longest)
-
     @asynccontextmanager
     async def open(self) -> AsyncIterator[ToolCaller]:
         """Yields a caller of the tools; calls that still run at the end are cancelled."""
-        caller = ToolCaller(self.tools, self.timeout, self._frozen_exit(), self.longest, self.side)
+        after_s = max(FROZEN_S, self.timeout or 0.0) if self.frozen_after is None else self.frozen_after
+        fix = "call it in a process of its own, with a time-out (subprocess)"
+        watch = frozen_exit(after_s, "a tool", "tools.frozen_after", fix)  # None in the run's own process
+        if watch is not None:
+            watch.start()
+        caller = ToolCaller(self)
         try:
             yield caller
         finally:
             await caller.close()
+            if watch is not None:
+                watch.close()
 
-    def _frozen_exit(self) -> FrozenExit | None:
-        """Returns what ends the process of a frozen engine; None in the run's own process."""
-        after_s = max(FROZEN_S, self.timeout or 0.0) if self.frozen_after is None else self.frozen_after
-        fix = "call it in a process of its own, with a time-out (subprocess)"
-        return frozen_exit(after_s, "a tool", "tools.frozen_after", fix)
+
+class Answer(NamedTuple):
+    """The result of a call: a text for the model, and whether it is an error."""
+
+    text: str
+    failed: bool = False
+
+
+class ToolCaller:
+    """Calls tools on the running event loop, sync ones in threads."""
+
+    def __init__(self, box: Toolbox) -> None:
+        self.box = box
+        self._calls = Calls(self._on_abandoned)
+        self._thread = ThreadPoolExecutor(1, "dataflow-tools")
+
+    def state(self, extra_info: Any) -> ToolState:
+        """Returns the tools in a conversation, from its row's ``extra_info``."""
+        return ToolState(self, tools_kwargs(extra_info))
+
+    async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
+        """Calls user code under the time-out."""
+        return await self._calls.run(function, keywords, self.box.timeout)
+
+    async def apart(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function in the thread of the tokenizer, which keeps a long text off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def close(self) -> None:
+        """Cancels all calls; threads cannot be stopped and end by themselves."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        await self._calls.close()
+
+    def _on_abandoned(self, count: int) -> None:
+        logger.warning(f"{count} abandoned tool calls are still running; nothing can stop them.")
+
+
+class ToolState:
+    """The tools in one conversation: the sample's arguments, and the instance of each class.
+
+    Args:
+        caller: calls the tools.
+        kwargs: keywords of each tool, by its name.
+    """
+
+    def __init__(self, caller: ToolCaller, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        self._caller, self._kwargs = caller, kwargs
+        self._instances: dict[str, asyncio.Future[Any]] = {}
+
+    async def answer(self, call: ToolCall) -> Answer:
+        """Calls a tool and returns the text for the model; a failure of the call is such a text, too."""
+        box, failed = self._caller.box, True
+        try:
+            result = await self._result(call, box.tools)
+            text, failed = await self._caller.apart(_text, result), False
+        except Refused as error:
+            text = f"error: {error}"
+        except TimedOut as error:
+            text = f"error: {call.name}: {error}"
+        except Exception as error:
+            message = message_of(error)
+            text = f"error: {type(error).__name__}{': ' + message if message else ''}"
+        return Answer(cut(text, box.longest, box.side), failed)
+
+    async def _result(self, call: ToolCall, tools: Mapping[str, Tool]) -> Any:
+        if call.error is not None:
+            raise Refused(call.error)
+        if call.name not in tools:
+            raise Refused(f"there is no tool '{call.name}'; there is {', '.join(tools)}")
+        tool, run = tools[call.name], self._caller.run
+        # A format may return one object for equal calls, and the samples of a group share one row.
+        arguments, own = own_copy(tool.arguments(call.arguments)), own_copy(self._kwargs.get(tool.name, {}))
+        if not isinstance(tool.target, type):
+            return await run(tool.target, {**arguments, **own})
+        if tool.name not in self._instances:
+            # Two calls of one turn run concurrently and must get the same instance.
+            self._instances[tool.name] = asyncio.ensure_future(run(tool.target, own))
+        try:
+            instance = await asyncio.shield(self._instances[tool.name])
+        except Exception:
+            self._instances.pop(tool.name, None)  # the next call tries again
+            raise
+        return await run(instance, arguments)
+
+    async def close(self) -> None:
+        """Closes the instances."""
+        for instance in self._instances.values():
+            if not instance.done():
+                instance.cancel()
+            elif not instance.cancelled() and instance.exception() is None and hasattr(instance.result(), "close"):
+                try:
+                    await self._caller.run(instance.result().close, {})
+                except Exception as error:
+                    logger.warning(f"A tool's close failed: {type(error).__name__}: {message_of(error)}")
+
+
+def cut(text: str, longest: int, side: str) -> str:
+    """Returns a text without its middle, left or right side if it is longer, with a note of that in its place.
+
+    >>> cut("abcdefgh", 4, "middle")
+    'ab\n[4 of 8 characters are left out here]\ngh'
+    """
+    gone = len(text) - longest
+    if gone <= 0:
+        return text
+    head = {"left": 0, "middle": longest // 2, "right": longest}[side]
+    note = f"[{gone} of {len(text)} characters are left out here]"
+    return "\n".join(part for part in (text[:head], note, text[head + gone :]) if part)
+
+
+def tools_kwargs(extra_info: Any) -> dict[str, dict[str, Any]]:
+    """Returns the ``tools_kwargs`` of a sample's ``extra_info``: the keywords of each tool, by its name.
+
+    Parquet gives every row the keys of all rows, so None means that a keyword was not given.
+
+    Raises:
+        DataError: it is not a mapping of mappings.
+    """
+    found = (extra_info or {}).get("tools_kwargs") or {}
+    if not isinstance(found, Mapping):
+        raise DataError(f"extra_info: tools_kwargs is {an(type(found).__name__)}; give {{tool's name: {{...}}}}.")
+    kwargs: dict[str, dict[str, Any]] = {}
+    for name, given in found.items():
+        if not isinstance(given, Mapping | None):
+            kind = an(type(given).__name__)
+            raise DataError(f"extra_info: tools_kwargs of '{name}' is {kind}; give {{keyword: value}}.")
+        if given is not None:
+            kwargs[name] = {key: value for key, value in given.items() if value is not None}
+    return kwargs
+
+
+def _text(result: Any) -> str:
+    """Returns a tool's result as the model reads it: a text as it is, all else as JSON."""
+    if isinstance(result, str):
+        return result
+    return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def toolbox_of(config: Any) -> Toolbox:

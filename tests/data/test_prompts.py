@@ -466,7 +466,7 @@ def test_with_tools_a_prompt_is_measured_and_cut_as_it_will_be_asked(tokenizer, 
     short = [length <= limit for length in lengths]
     assert how == "filter" or list(batch["prompt_truncated"]) == [not fits for fits in short]
     assert ("prompt_truncated" in batch) == (how != "filter")
-    told = box.described(batch, limit)
+    told = box.ready(batch, limit)
     assert list(told["prompt_ids"]) == list(batch["prompt_ids"]), "what was measured is what is asked"
 
 

@@ -18,8 +18,7 @@ from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import parse_overrides
 from dataflow.config.tools import ToolsConfig
 from dataflow.tools import Toolbox
-from dataflow.tools.calls import ToolState
-from dataflow.tools.formats import Hermes
+from dataflow.tools.reader import Hermes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -98,7 +97,7 @@ def test_what_the_model_is_told_of_errors() -> None:
     async def told(text: str) -> str:
         async with asyncio.timeout(20), box.open() as caller:
             (found,) = Hermes().parse(text)
-            return (await caller.answer(found, ToolState(own))).text
+            return (await caller.state({"tools_kwargs": own}).answer(found)).text
 
     answers = [
         asyncio.run(told(text))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,10 +12,10 @@ from pydantic import Field, ValidationError
 
 from dataflow.config.tools import ToolsConfig
 from dataflow.errors import ConfigError, DataError
-from dataflow.tools import Tool, Toolbox, ToolCall, load_tools, tool
+from dataflow.tools import Tool, Toolbox, ToolCall, tool
 from dataflow.tools.calculator import calculator
-from dataflow.tools.calls import ToolState, tools_kwargs
-from dataflow.tools.readers import find_format
+from dataflow.tools.reader import find_format
+from dataflow.tools.toolbox import tools_kwargs
 from tests.engines.drawing import run
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,7 +69,7 @@ def file(tmp_path: Path) -> str:
 
 
 def test_the_file_s_marked_tools(file: str) -> None:
-    found = load_tools(file)
+    found = Toolbox(path=file).tools
     assert list(found) == ["lookup", "Die"]
     assert found["lookup"].schema == {
         "type": "function",
@@ -89,8 +88,8 @@ def test_the_file_s_marked_tools(file: str) -> None:
 
 
 def test_chosen_by_name(file: str) -> None:
-    assert list(load_tools(file, ["plain", "calculator", "Die"])) == ["plain", "calculator", "Die"]
-    assert list(load_tools(names=["calculator"])) == ["calculator"]
+    assert list(Toolbox(path=file, names=("plain", "calculator", "Die")).tools) == ["plain", "calculator", "Die"]
+    assert list(Toolbox(names=("calculator",)).tools) == ["calculator"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_chosen_by_name(file: str) -> None:
 )
 def test_names_that_are_no_tools(file: str, names: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_tools(file, names)
+        Toolbox(path=file, names=tuple(names)).check()
 
 
 @pytest.mark.parametrize(
@@ -128,9 +127,9 @@ def test_files_that_cannot_be_used(tmp_path: Path, code: str, message: str) -> N
 
 def test_no_file_and_no_tool() -> None:
     with pytest.raises(ConfigError, match=r"^tools.path=nowhere.py: there is no such file"):
-        load_tools("nowhere.py")
+        Toolbox(path="nowhere.py").check()
     with pytest.raises(ConfigError, match=r"^tools.names: no tool is named; give one, or tools.path"):
-        load_tools()
+        Toolbox().check()
 
 
 def test_a_box_travels_as_its_settings(file: str) -> None:
@@ -179,11 +178,9 @@ def test_types_of_arguments() -> None:
 def answers(box: Toolbox, *calls: ToolCall, kwargs: Any = None) -> list[tuple[str, bool]]:
     async def body() -> list[tuple[str, bool]]:
         async with box.open() as caller:
-            own = ToolState(kwargs or {})
-            try:
-                found = await asyncio.gather(*(caller.answer(call, own) for call in calls))
-            finally:
-                await own.close(caller.run)
+            own = caller.state({"tools_kwargs": kwargs})
+            found = await asyncio.gather(*(own.answer(call) for call in calls))
+            await own.close()
             return [(answer.text, answer.failed) for answer in found]
 
     return run(body())
@@ -235,8 +232,8 @@ def test_a_class_that_cannot_be_built_is_tried_again() -> None:
 
     async def body() -> list[str]:
         async with box.open() as caller:
-            own = ToolState({})
-            return [(await caller.answer(ToolCall("Shaky"), own)).text for _ in range(3)]
+            own = caller.state({})
+            return [(await own.answer(ToolCall("Shaky"))).text for _ in range(3)]
 
     assert run(body()) == ["error: OSError: not yet", "well", "well"]
     assert len(tries) == 2
@@ -279,27 +276,6 @@ def test_a_long_answer_is_cut_and_says_so(side: str, told: str) -> None:
     assert found[3] == ("1000", False)
 
 
-def test_a_result_is_read_under_the_time_out() -> None:
-    let_go = threading.Event()
-
-    class Slow:
-        def __str__(self) -> str:
-            let_go.wait(30)
-            return "late"
-
-    box = Toolbox(names=("calculator",), timeout=0.05)
-
-    def slow() -> Any:
-        return Slow()
-
-    box.tools["slow"] = Tool.of(slow)
-    try:
-        told = "error: the result of slow cannot be read: no answer within 0.05 s"
-        assert answers(box, ToolCall("slow")) == [(told, True)]
-    finally:
-        let_go.set()
-
-
 def test_system_exit_in_a_tool_is_an_error_like_others() -> None:
     def leaves() -> None:
         raise SystemExit(3)
@@ -313,6 +289,18 @@ def test_system_exit_in_a_tool_is_an_error_like_others() -> None:
         ("error: UserExit: SystemExit: 3", True),
         ("error: UserExit: SystemExit: 4", True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "frozen_after", "after_s"), [(10, None, 60), (90, None, 90), (None, None, 60), (10, 5, 5), (10, 0, 0)]
+)
+def test_a_call_may_freeze_its_process_for_its_time_out_and_at_least_a_minute(
+    timeout: float | None, frozen_after: float | None, after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("dataflow.tools.toolbox.frozen_exit", lambda *arguments: given.extend(arguments))
+    answers(Toolbox(names=("calculator",), timeout=timeout, frozen_after=frozen_after))
+    assert given[:3] == [after_s, "a tool", "tools.frozen_after"]
 
 
 # --- the calculator ------------------------------------------------------------------------------------------------

@@ -22,9 +22,8 @@ from dataflow.stages.rollout import VALIDATION_SEED, check_version, emit_batches
 from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
-    from dataflow.tools.calls import ToolCaller, ToolState
-    from dataflow.tools.formats import ToolCall
-    from dataflow.tools.toolbox import Toolbox
+    from dataflow.tools import Toolbox, ToolCall
+    from dataflow.tools.toolbox import ToolCaller, ToolState
 
 
 @stage(writes="responses", on="gpu", role="samples", streams=True)
@@ -210,7 +209,7 @@ class Conversation:
                 if ended is not None:
                     break
         finally:
-            await state.close(self.caller.run)
+            await state.close()
         counts = {"turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
         numbers = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
         extra_info = {**own_copy(self.extra_info or {}), **numbers, "conversation": self.messages}
@@ -230,7 +229,7 @@ class Conversation:
             return "max_turns"
         if len(self.tokens) >= limits.tokens:
             return "budget"
-        answers = await asyncio.gather(*(self.caller.answer(call, state) for call in calls))
+        answers = await asyncio.gather(*(state.answer(call) for call in calls))
         self.calls += len(answers)
         self.errors += sum(answer.failed for answer in answers)
         texts = [(call, answer.text) for call, answer in zip(calls, answers, strict=True)]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataflow.models.chat import without
 from dataflow.rewards import gsm8k
-from dataflow.tools.formats import Hermes
-from dataflow.tools.toolbox import without
+from dataflow.tools.reader import Hermes
 
 pytestmark = pytest.mark.timeout(60)
 

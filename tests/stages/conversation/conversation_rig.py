@@ -9,8 +9,7 @@ from dataflow.data.tokenize import prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
 from dataflow.stages.sampling.conversation import conversation
-from dataflow.tools import Toolbox
-from dataflow.tools.registry import Tool
+from dataflow.tools import Tool, Toolbox
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import Script, ScriptedRollout, call
 
