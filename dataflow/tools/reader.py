@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
@@ -92,9 +91,8 @@ class Hermes:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
             return ToolCall("", error=f"the tool call is not valid JSON ({error})")
-        return (
-            ToolCall.of(found.get("name"), found.get("arguments")) if isinstance(found, dict) else ToolCall.of("", {})
-        )
+        found = found if isinstance(found, dict) else {}
+        return ToolCall.of(found.get("name"), found.get("arguments"))
 
 
 class Reader:
@@ -125,10 +123,12 @@ class Reader:
         try:
             text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template may raise any exception
-            raise ModelError(f"the chat template cannot frame a tool's answer: {error}.") from error
+            raise ModelError(f"model.path: the chat template cannot frame a tool's answer: {error}.") from error
         _before, found, behind = text.partition(_SAID)
         if not found:
-            raise ModelError("the chat template does not show what the assistant said before a tool's answer.")
+            raise ModelError(
+                "model.path: the chat template does not show what the assistant said before a tool's answer."
+            )
         ids = list(self._tokenizer.encode(behind, add_special_tokens=False))
         return ids[1:] if turn and ids and ids[0] == turn[-1] else ids
 
@@ -166,10 +166,8 @@ def _call(found: Any) -> ToolCall:
     status = found.status.value
     if status in ("ok", "unknown_tool"):
         return ToolCall.of(found.name, found.arguments, found.id)
-    fault = (
-        "is not valid JSON" if status == "invalid_json" else "is not complete: it lacks its name, or a tag at its end"
-    )
-    return ToolCall(found.name or "", error=f"the tool call {fault}")
+    fault = "valid JSON" if status == "invalid_json" else "complete: it lacks its name, or a tag"
+    return ToolCall(found.name or "", error=f"the tool call is not {fault}")
 
 
 def find_format(name: str, module: ModuleType | None = None, where: str = "tools.format") -> Format | str:
@@ -237,11 +235,17 @@ def _rendering(
         return None
     for name in names:
         for more in ({}, {"enable_thinking": False}):
-            # The tokenizer lacks the family's tokens, or the template its option.
-            with suppress(AssertionError, ValueError, ModelError):
+            try:
                 found = _renderer(name, tokenizer, {**more, **options})
                 if list(found.render_ids(chat, **how)) == wanted:
                     return found
+            except (AssertionError, ValueError, ModelError):  # the tokenizer lacks the family's tokens
+                break
+            except Exception as error:
+                logger.warning(
+                    f"tools.format: it cannot be told whether the chat template is that of {name} ({error})."
+                )
+                break
     return None
 
 

@@ -260,6 +260,15 @@ def test_it_is_known_whether_a_format_is_guessed(warned: list[str]) -> None:
     assert "no system role" in said
 
 
+def test_a_family_that_cannot_be_built_hides_no_other(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, *_more: Any) -> Any:
+        raise OSError("no network") if name == "qwen3" else ValueError("no such token")
+
+    monkeypatch.setattr("dataflow.tools.reader._renderer", offline)
+    assert type(find_reader("auto", BARE, [SCHEMA], {})) is Reader
+    assert warned == ["tools.format: it cannot be told whether the chat template is that of qwen3 (no network)."]
+
+
 def test_a_template_of_no_family_is_read_as_text() -> None:
     assert calls("auto", BARE, json_call("a")) == [ToolCall("run", {"code": "a"})]
 
