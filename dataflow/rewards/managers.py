@@ -29,17 +29,11 @@ if TYPE_CHECKING:
     from dataflow.rewards.processes import Pool
 
 
-class LengthUnknown(DataError):
-    """A manager needs the response's length in tokens, and the samples do not have it."""
+class TokensUnknown(DataError):
+    """A manager needs the response's tokens or their number, and the samples do not have them."""
 
     fatal = True
-    fix = "give the agent samples with a response_mask"
-
-
-class InexactResponse(DataError):
-    """The tokens of a response cannot be recovered from its text."""
-
-    fix = "pass the response's own tokens as extra_info['response_ids'], or score without this manager"
+    fix = "give the agent samples with responses and a response_mask"
 
 
 class Manager(RewardAdapter):
@@ -112,7 +106,7 @@ class Dapo(Manager):
     def finish(self, result: Any, arguments: Mapping[str, Any]) -> Any:
         length = (arguments.get("extra_info") or {}).get("response_length")
         if length is None:
-            raise LengthUnknown("the reward manager 'dapo' needs extra_info['response_length'], tokens of the response")
+            raise TokensUnknown("the reward manager 'dapo' needs extra_info['response_length'], tokens of the response")
         try:
             score, columns = read_result(result)
         except ValueError:
@@ -306,12 +300,8 @@ class VerlManager(Manager):
 
     ``run_single`` gets a DataProto of one row with what verl's own managers read: ``responses``, ``attention_mask``,
     ``data_source``, ``reward_model`` (with ``ground_truth``), ``extra_info`` and, if present, ``raw_prompt``; no tokens
-    of the prompt. The tokens of the response are ``extra_info["response_ids"]`` if present. Otherwise the text is
-    encoded and padded with eos to ``extra_info["response_length"]``; a call fails if the result does not decode to the
-    same text and length.
-
-    A sync ``compute_score`` runs where the class runs it. verl's classes use the event loop's default threads, which
-    the agent can neither stop nor count.
+    of the prompt. A sync ``compute_score`` runs where the class runs it: verl's classes use the event loop's default
+    threads, which the agent can neither stop nor count.
 
     Args:
         reward: a function, or an object with ``compute_score``, which is passed to the class.
@@ -325,7 +315,7 @@ class VerlManager(Manager):
     """
 
     wants_response_ids = True
-    """The agent passes ``response_ids`` if the samples have them."""
+    """The agent passes ``extra_info["response_ids"]``."""
 
     def __init__(
         self, reward: Any, kind: type, *, tokenizer: Any = None, config: Mapping[str, Any] | None = None, **options: Any
@@ -340,74 +330,46 @@ class VerlManager(Manager):
             inspect.signature(kind).bind(**given)
         except TypeError as error:
             raise ConfigError(f"{what} cannot be built with {', '.join(given)} ({error}).") from error
-        self._kind, self._given, self._tokenizer = kind, given, tokenizer
-        self._manager: Any = None
+        manager: Any = None
 
-        async def call(**arguments: Any) -> Any:
-            return await self._run(arguments)
+        async def call(**arguments: Any) -> dict[str, Any]:
+            nonlocal manager
+            if manager is None:
+                from omegaconf import OmegaConf
+
+                manager = kind(**{**given, "config": OmegaConf.create({"reward": {}, **given["config"]})})
+            answer = await manager.run_single(row_of(**arguments))
+            if not isinstance(answer, Mapping) or "reward_score" not in answer:
+                raise ValueError(f"run_single returned {an(type(answer).__name__)} without 'reward_score'")
+            score, columns = answer["reward_score"], dict(answer.get("reward_extra_info") or {})
+            return {"acc": columns.get("score", score), **columns, "score": score}
 
         call.__name__ = kind.__name__
         self.compute_score = call
 
-    async def _run(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        if self._manager is None:
-            from omegaconf import OmegaConf
 
-            config = OmegaConf.create({"reward": {}, **self._given["config"]})
-            self._manager = self._kind(**{**self._given, "config": config})
-        answer = await self._manager.run_single(row_of(self._tokenizer, **arguments))
-        if not isinstance(answer, Mapping) or "reward_score" not in answer:
-            raise ValueError(f"run_single returned {an(type(answer).__name__)} without 'reward_score'")
-        score, columns = answer["reward_score"], dict(answer.get("reward_extra_info") or {})
-        return {"acc": columns.get("score", score), **columns, "score": score}
-
-
-def row_of(
-    tokenizer: Any,
-    *,
-    data_source: Any,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-) -> DataProto:
-    """Returns a sample as verl's DataProto of one row.
+def row_of(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> DataProto:
+    """Returns a sample as verl's DataProto of one row; the tokens are ``extra_info["response_ids"]``.
 
     Returns:
         ``responses`` and ``attention_mask`` are int64 ``[1, length]``; see :class:`VerlManager` for the rest.
 
     Raises:
-        LengthUnknown: ``extra_info`` has neither ``response_ids`` nor ``response_length``.
-        InexactResponse: the text does not determine the tokens.
+        TokensUnknown: there are none.
     """
     import numpy as np
     import torch
     from verl import DataProto
 
     facts = dict(extra_info or {})
-    given = facts.pop("response_ids", None)
-    ids = _encoded(tokenizer, solution_str, facts.get("response_length")) if given is None else given
+    if (ids := facts.pop("response_ids", None)) is None:
+        raise TokensUnknown("verl's managers need the response's tokens")
     responses = torch.as_tensor(ids, dtype=torch.int64).reshape(1, -1)
-    objects = {
-        "data_source": data_source,
-        "reward_model": {"ground_truth": ground_truth},
-        "extra_info": facts,
-        **({"raw_prompt": own_copy(facts["raw_prompt"])} if "raw_prompt" in facts else {}),
-    }
+    objects = {"data_source": data_source, "reward_model": {"ground_truth": ground_truth}, "extra_info": facts}
+    if "raw_prompt" in facts:
+        objects["raw_prompt"] = own_copy(facts["raw_prompt"])
     columns = {name: np.empty(1, dtype=object) for name in objects}
     for name, value in objects.items():
         columns[name][0] = value
     tensors = {"responses": responses, "attention_mask": torch.ones_like(responses)}
     return DataProto.from_dict(tensors=tensors, non_tensors=columns)
-
-
-def _encoded(tokenizer: Any, text: str, length: int | None) -> list[int]:
-    if length is None:
-        raise LengthUnknown("verl's managers need the response's tokens, or at least their number")
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    fill = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    ids += [fill] * (length - len(ids))
-    if len(ids) != length or tokenizer.decode(ids, skip_special_tokens=True) != text:
-        raise InexactResponse(
-            f"the {length} tokens of a response cannot be recovered from its text: it encodes to others"
-        )
-    return ids

@@ -14,7 +14,7 @@ import pytest
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.rewards.functions import build_reward, load_reward
-from dataflow.rewards.managers import MANAGERS, LengthUnknown, build_manager
+from dataflow.rewards.managers import MANAGERS, TokensUnknown, build_manager
 from dataflow.usercode.load import is_async, name_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,11 +125,11 @@ def test_dapos_penalty(length: int, penalty: float) -> None:
 
 def test_dapo_without_a_length_stops_the_run() -> None:
     for extra in ({}, {"response_length": None}):
-        with pytest.raises(LengthUnknown, match=r"needs extra_info\['response_length'\]") as caught:
+        with pytest.raises(TokensUnknown, match=r"needs extra_info\['response_length'\]") as caught:
             score(build_manager("dapo", plain, **DAPO), **ask(**extra))
         assert caught.value.fatal
         assert "response_mask" in caught.value.fix
-    with pytest.raises(LengthUnknown):
+    with pytest.raises(TokensUnknown):
         score(build_manager("dapo", plain, **DAPO), **{**ask(), "extra_info": None})
 
 

@@ -18,9 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from dataflow.batch import Batch
 from dataflow.errors import ConfigError
+from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards import gsm8k
 from dataflow.rewards.functions import build_reward, load_reward
+from dataflow.rewards.managers import build_manager
 from dataflow.rewards.processes import Pool, Recipe, WorkerDied, WorkerError
 from dataflow.usercode.load import describe
 from tests.rigs.processes import below, left
@@ -253,6 +256,21 @@ def test_a_call_given_up_is_stopped(path: str, waiting: Any, tmp_path: Path, how
 
     run(pool, body)
     assert pool.counts == {"killed": 1}
+
+
+def test_a_function_that_takes_too_long_is_ended_and_the_failure_rule_applies(path: str) -> None:
+    async def body() -> None:
+        reward = build_manager("remote", build_reward(load_reward(path)), workers=1)
+        await reward.compute_score(**ask())  # the worker is ready
+        retry = Retry(tries=1, timeout_s=5.0)
+        agent = RewardAgent(reward, limits=Limits(1), retry=retry, on_failure="score:-1", max_failed_share=1)
+        columns = {"data_source": ["d"] * 2, "ground_truth": ["3"] * 2, "extra_info": [{"pids": os.devnull}] * 2}
+        agent.submit(1, Batch([0, 0], {"response_text": ["", "regex"], **columns}))
+        assert (await agent.collect(1))["score"].tolist() == [3.0, -1.0]
+        assert agent.stats()["workers_killed"] == 1
+        await agent.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_a_call_given_up_before_a_worker_is_ready_kills_none(path: str, waiting: Any, tmp_path: Path) -> None:
