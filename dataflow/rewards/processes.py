@@ -54,12 +54,9 @@ class WorkerDied(RewardFailed):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a reward in another process.
+    """How to build a reward in another process: where it is defined, and the arguments of ``build_reward``.
 
-    Attributes:
-        module: that defines it; the path of a file, or a dotted name.
-        name: in that module.
-        kwargs: as passed to :func:`~dataflow.rewards.functions.build_reward`, and so is ``context``.
+    ``module`` is the path of a file, or a dotted name.
     """
 
     module: str
@@ -72,8 +69,7 @@ class Recipe:
         """Returns the recipe of a reward, or of the class that it will be built from.
 
         Raises:
-            ConfigError: it is not a function at the top of a module, nor built from one, or from a class or object
-                there; or its arguments cannot be pickled.
+            ConfigError: it is not defined at the top of a module, or its arguments cannot be pickled.
         """
         found, kwargs, context = getattr(reward, MADE, (reward, {}, {}))
         labels = [label for label in [*sys.modules] if label.startswith(LABEL)]

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from dataflow.usercode.failures import TimedOut, UserExit, is_interrupt, named
+from dataflow.usercode.failures import TimedOut, UserExit, contained, named
 from dataflow.usercode.load import is_async
 
 GRACE_S = 1.0
@@ -84,7 +84,7 @@ class Calls:
                 code = self._threads.start(function, keywords)
                 result = await _ended(code, timeout_s, ends_at)
             while inspect.isawaitable(result):
-                code = loop.create_task(_contained(result))
+                code = loop.create_task(contained(result))
                 self._tasks.add(code)
                 code.add_done_callback(self._tasks.discard)
                 if inspect.iscoroutine(result):  # a task that is cancelled before it began has not awaited it
@@ -144,18 +144,6 @@ async def _ended(code: asyncio.Future[Any], timeout_s: float | None, ends_at: fl
     if code.cancelled():  # by its own code: here it would look like a cancellation of the request
         raise UserExit("CancelledError") from asyncio.CancelledError()
     return code.result()
-
-
-async def _contained(awaitable: Any) -> Any:
-    """Awaits user code. What is no Exception becomes a UserExit: SystemExit from a task would end the event loop."""
-    try:
-        return await awaitable
-    except (Exception, asyncio.CancelledError, GeneratorExit):
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise UserExit(named(error)) from error
 
 
 def _drop(code: asyncio.Future[Any]) -> None:

@@ -114,11 +114,13 @@ async def contained(awaitable: Awaitable[Any]) -> Any:
     """Awaits user code that runs as a task, where SystemExit would end the event loop.
 
     Raises:
-        UserExit: in place of SystemExit.
+        UserExit: in place of what is no Exception, but for an interrupt and a cancellation.
     """
     try:
         return await awaitable
-    except (SystemExit, KeyboardInterrupt) as error:
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
         if is_interrupt(error):
             raise
         raise UserExit(named(error)) from error
