@@ -117,22 +117,3 @@ def table(rows: list[tuple[str, ...]]) -> str:
     from dataflow.timeline.text import table as aligned
 
     return str(aligned(rows))
-
-
-def classifier(directory: Path) -> str:
-    """Saves a small model with a classification head; returns its path."""
-    import shutil
-
-    import torch
-    from transformers import AutoConfig, Qwen2ForSequenceClassification
-
-    from dataflow.models.tiny import tiny_model
-
-    source = Path(tiny_model())
-    config = AutoConfig.from_pretrained(source, num_labels=1)
-    torch.manual_seed(0)
-    Qwen2ForSequenceClassification(config).save_pretrained(directory)
-    for file in source.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, directory)
-    return str(directory)

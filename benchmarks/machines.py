@@ -1,6 +1,6 @@
 """Runs the GSM8K recipe on several machines, loses some of them, and compares the weights with those of one machine.
 
-    python benchmarks/machines.py [cases=spread,engine,cut,trainer,model,refused,delay] [delay_ms=20] [keep=DIR]
+    python benchmarks/machines.py [cases=spread,engine,cut,trainer,refused,delay] [delay_ms=20] [keep=DIR]
 
 The machines are network namespaces of this one (root, Linux), with shared memory and a cache of models of their own
 (:mod:`_machines`): a head with the command, the judge and a rank of the trainer; one with the other rank and the reward
@@ -10,7 +10,6 @@ agent; one with the engine. The disk of ``keep`` is shared. Without root it says
 - ``engine``: the machine of the engine is killed, and with it what else is there; others take over;
 - ``cut``: the network of that machine is cut, its processes live on;
 - ``trainer``: the machine of a rank is killed: the run resumes from a checkpoint on the others;
-- ``model``: a reward model that the run serves on the engine's machine, which is killed: its server moves, too;
 - ``refused``: a run's directory that is not shared, a missing token, a label that no node has;
 - ``delay``: as ``spread``, but each packet between two machines takes ``delay_ms``, which a process adds
   (:mod:`_delay`); the table has the time of its steps as a multiple of that of ``spread``, too.
@@ -35,9 +34,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _delay as delay
 from _machines import Machines, why_not
-from _run import PIPELINE, ROOT, begin, classifier, table
+from _run import PIPELINE, ROOT, begin, table
 
-CASES = ("spread", "engine", "cut", "trainer", "model", "refused", "delay")
+CASES = ("spread", "engine", "cut", "trainer", "refused", "delay")
 SMALL = (
     "steps=8", "policy=both", "policy.order=index", "checkpoint.every=2", "data.prompts=8", "engine.n=2",
     "engine.max_tokens=8", "data.max_prompt_length=200", "data.val_size=8", "judge.latency=uniform:0.3:0.6",
@@ -57,17 +56,8 @@ ANYWHERE = (
     "ray.nodes.reward.labels.role=in(train,sample)",
 )
 """Rules for runs that lose a machine, so that another may take over."""
-VICTIM = {"engine": "rollout", "cut": "rollout", "trainer": "trainer", "model": "model"}
+VICTIM = {"engine": "rollout", "cut": "rollout", "trainer": "trainer"}
 """The service that loses its machine."""
-MODEL = ("reward.models.rm.engine=hf", "reward.models.rm.replicas=2", "reward.models.rm.max_num_seqs=1")
-"""Servers that score one row at a time, since what a batch holds decides the last bits of its scores."""
-SERVED = (
-    "ray.nodes.trainer={labels: {role: '!sample'}, strategy: spread}",
-    "ray.nodes.rollout.labels.role=in(train,sample)",
-    "ray.nodes.reward.labels.role=train",
-    "ray.nodes.rm={labels: {role: 'in(train,sample)'}, strategy: spread}",
-)
-"""Rules for the run that loses a server of its reward model."""
 DEADLINE_S = 240.0
 REFUSED = {
     "directory": (2, r"runs: node 10\.231\.7\.\d, where '\w+' runs, does not see the run's directory \S+, which"),
@@ -90,10 +80,8 @@ def processes(machines: Machines) -> dict[str, list[int]]:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            if "dataflow.system.guard" in words:
-                continue
-            match = re.match(r"ray::(\w+)", words) or re.search(r"rewards\.(judge|model)(?:s\.hf)?\.server", words)
-            if match and match[1] in {*PLACED, "model"}:
+            match = re.match(r"ray::(\w+)", words) or re.search(r"rewards\.(judge)\.server", words)
+            if match and match[1] in PLACED:
                 found.setdefault(match[1], []).append(number)
     return found
 
@@ -107,9 +95,9 @@ def reached(directory: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def run(machines: Machines, runs: Path, case: str, *further: str) -> dict[str, Any]:
-    """Runs one case, with further overrides; returns what came of it."""
-    nodes = (*(SERVED if case == "model" else ANYWHERE if case in VICTIM else NODES), *further)
+def run(machines: Machines, runs: Path, case: str) -> dict[str, Any]:
+    """Runs one case; returns what came of it."""
+    nodes = ANYWHERE if case in VICTIM else NODES
     begin = time.monotonic()
     process = machines.machines[0].start(
         command(runs, case, f"ray.address={machines.address}", *nodes),
@@ -192,17 +180,12 @@ def main(arguments: list[str]) -> int:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dataflow-machines-") as made:
         runs = Path(given.get("keep", made))
-        served: tuple[str, ...] = ()
         weights, alone_s = weights_alone(runs, "alone")
-        wanted = dict.fromkeys(cases, weights)
-        if "model" in cases:
-            served = (f"reward.models.rm.path={classifier(runs / 'rm')}", *MODEL)
-            wanted["model"], _ = weights_alone(runs, "alone-model", *served)
 
-        def add(machines: Machines, case: str, *further: str) -> None:
-            found = results[case] = run(machines, runs, case, *further)
+        def add(machines: Machines, case: str) -> None:
+            found = results[case] = run(machines, runs, case)
             found["placed"] = {name: sorted(at) for name, at in found["placed"].items()}
-            found["held"] = found["weights"] == wanted[case] and (case in VICTIM or found["placed"] == PLACED)
+            found["held"] = found["weights"] == weights and (case in VICTIM or found["placed"] == PLACED)
 
         with Machines(LABELS, hidden=[cache]) as machines:
             for case in cases:
@@ -212,7 +195,7 @@ def main(arguments: list[str]) -> int:
                         for what in given.get("refuse", ",".join(REFUSED)).split(",")
                     }
                 elif case != "delay":
-                    add(machines, case, *(served if case == "model" else ()))
+                    add(machines, case)
         if "delay" in cases:
             with Machines(LABELS, hidden=[cache], delay_s=delay_s) as machines:
                 add(machines, "delay")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dataflow.errors import PipelineError, alike, nearest
-from dataflow.holds import RESOURCES, check_holds, resources_of
 from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Role, Stage, TaskInfo, names_of, stage
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ __all__ = [
 
 WHEN: Mapping[Lag, str] = {"none": "", "latest": "of the step before", "carried": "of 1 + max_staleness steps before"}
 """Which step's value a stage reads, in words; "" for its own step's."""
+RESOURCES: Mapping[str, int | None] = {"gpu": 1, "reward": None, "controller": 1, "io": 1}
+"""The slots of the resources that every pipeline has; None for no limit."""
 
 
 def _uncallable() -> None:
@@ -53,7 +54,7 @@ class Pipeline:
         if odd := [each for each in self.stages if not isinstance(each, Stage)]:
             raise PipelineError(f"{odd[0]!r} in a pipeline is no stage; write @stage(...) above the function.")
         self.inputs = names_of(inputs, "Pipeline(inputs)")
-        self.resources = resources_of(self.stages, resources)
+        self.resources = _resources_of(self.stages, resources)
         self.by_name: dict[str, Stage] = {}
         self.writer: dict[str, Stage] = {}
         for s in self.stages:
@@ -78,7 +79,6 @@ class Pipeline:
                     "a state changes at the end of a task, so let another stage write it."
                 )
         self.order = self._topological()
-        check_holds(self.by_name, self.edges)
         self.collectors = self.with_role("collects")
         """The stages that collect scored groups."""
         self.collector = self._first_collector()
@@ -220,7 +220,7 @@ class Pipeline:
         """Returns a pipeline of these stages alone, on every step; fields that the others write become its inputs."""
         chosen = set(names)
         stages = [
-            replace(s, every=None, ahead_of=None, until=None, after=tuple(a for a in s.after if a in chosen))
+            replace(s, every=None, ahead_of=None, after=tuple(a for a in s.after if a in chosen))
             for s in self.stages
             if s.name in chosen
         ]
@@ -270,6 +270,23 @@ class Pipeline:
             if s.writes:
                 lines.append(f"{'':<{wide}}    writes {', '.join(s.writes)}")
         return "\n".join([*lines, *self.unread()])
+
+
+def _resources_of(stages: Iterable[Stage], given: Mapping[str, int | None] | None) -> dict[str, int | None]:
+    """Returns the slots of each resource of a pipeline: those given, and those of :data:`RESOURCES` in use.
+
+    Raises:
+        PipelineError: they are no mapping, or a number of slots is none.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise PipelineError(f"Pipeline(resources={given!r}): give the slots by name, such as {{'judge': 1}}.")
+    # Recipes give all of theirs: another one, which no stage runs on, would be an empty row of the timeline.
+    used = {s.on for s in stages} if given else RESOURCES.keys()
+    more = {name: slots for name, slots in RESOURCES.items() if name in used and name not in (given or ())}
+    for name, slots in (given or {}).items():
+        if slots is not None and (not isinstance(slots, int) or slots < 1):
+            raise PipelineError(f"resource '{name}' has {slots!r} slots; give 1 or more, or None for no limit.")
+    return {**more, **(given or {})}
 
 
 class TaskId(NamedTuple):

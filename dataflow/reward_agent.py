@@ -234,6 +234,10 @@ class RewardAgent:
             self.ledger.collected(step, batch.ids)
         return batch
 
+    async def settled(self, step: Step) -> None:
+        """Waits until all requests of a step have ended, and what is made of whole groups; collects nothing."""
+        await self.steps.settled(step)
+
     def cancel(self, step: Step) -> int:
         """Cancels the rest of a step; its waiters get RewardFailed.
 

@@ -1,9 +1,8 @@
 """The scheduler: a pure, deterministic state machine. Events in, instructions out; no clock, no I/O, no randomness.
 
 Invariants (``check`` asserts them): a task starts once, after all it depends on; a resource never runs more
-tasks than it has slots; no ready task waits beside a free slot; a slot that a stage holds until another one has ended
-is taken by nothing else; the tasks of finished steps are forgotten, so memory follows the window of unfinished steps,
-not the length of the run.
+tasks than it has slots; no ready task waits beside a free slot; the tasks of finished steps are forgotten, so memory
+follows the window of unfinished steps, not the length of the run.
 
 Ready tasks of one resource run in order of the work left before the next remote wait: first those with the least work
 between them and a reward request, of this step or a later one. So the next rollout starts before this step's
@@ -61,8 +60,6 @@ class Scheduler:
         self._groups: dict[TaskId, tuple[int, ...] | None] = {}
         self._emitted: dict[int, set[TaskId]] = {}
         self._slots = Slots(graph.pipeline.resources)
-        self._until = {s.name: s.until for s in graph.pipeline.stages if s.until is not None}
-        self._in_held_slot = frozenset(self._until.values())
         self._priority: dict[str, tuple[float, float]] = {}
         self._finished = False
         self._wanted: set[TaskId] | None = None
@@ -88,8 +85,7 @@ class Scheduler:
             return self._emit(entry, event)
         if isinstance(event, TaskFailed):
             return self._fail(entry, event)
-        if entry.task.stage.name not in self._until:
-            self._slots.taken[entry.task.stage.on] -= 1
+        self._slots.taken[entry.task.stage.on] -= 1
         return self._finish(entry, event)
 
     def end_early(self) -> tuple[int, list[Instruction]]:
@@ -106,8 +102,6 @@ class Scheduler:
         # Steps that are over are forgotten; those before the oldest unfinished one have been trained.
         step = max([self._oldest - 1, *begun])
         ahead = [i for i, e in self._entries.items() if i.step <= step and e.task.stage.role != "validates"]
-        # Other tasks may need a slot that is held.
-        ahead += [TaskId(i.step, self._until[i.stage]) for i, e in self._entries.items() if self._holds(e)]
         wanted = self._wanted = set[TaskId]()
         while ahead:
             i = ahead.pop()
@@ -180,7 +174,7 @@ class Scheduler:
         Sent there now, they begin without the way to the run's process and back. They count as started for
         :meth:`end_early` and :meth:`switch`, and no other task gets their slot.
         """
-        if self._finished or self._wanted is not None or self._until:
+        if self._finished or self._wanted is not None:
             return []
         found = following(self._entries.values(), self.graph.pipeline, self._key, self._waits_for)
         for task, _running in found:
@@ -211,9 +205,7 @@ class Scheduler:
             if e.state == "ready":
                 ready[s.on].append(e.task.id)
             elif e.state == "running":
-                taken[s.on] += s.name not in self._in_held_slot
-            elif e.state == "done" and s.name in self._until:
-                taken[s.on] += self._holds(e)
+                taken[s.on] += 1
         for resource, slots in self.graph.pipeline.resources.items():
             busy = taken[resource]
             assert busy == self._slots.taken[resource], (resource, busy, self._slots.taken[resource])
@@ -352,7 +344,7 @@ class Scheduler:
         if entry.state != "ready":
             entry.history.append(f"ready ({entry.last_dep} done)" if entry.last_dep else "ready")
         entry.state = "ready"
-        self._slots.add(entry.task.stage.on, self._key(entry.task.id), held=entry.task.stage.name in self._in_held_slot)
+        self._slots.add(entry.task.stage.on, self._key(entry.task.id))
 
     def _key(self, i: TaskId) -> Key:
         entry = self._entries[i]
@@ -366,14 +358,6 @@ class Scheduler:
         self._slots.sort(self._key)
 
     # --- starting -----------------------------------------------------------------------------------------
-
-    def _holds(self, entry: Entry) -> bool:
-        """Whether a task has taken a slot that is free only when another task has ended, which has not."""
-        until = self._until.get(entry.task.stage.name)
-        if until is None or not entry.begun:
-            return False
-        last = self._entries.get(TaskId(entry.task.id.step, until))
-        return last is not None and last.state != "done"
 
     def _start(self, entry: Entry, out: list[Instruction]) -> None:
         entry.state = "running"

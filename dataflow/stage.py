@@ -67,11 +67,9 @@ class Stage:
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
     imports: tuple[str, ...] = ()
     replays: bool = False
-    until: str | None = None
-    """Another stage, at whose end this one's slot of their resource is free again."""
 
     def __post_init__(self) -> None:
-        for name in ("name", "on", "ahead_of", "until"):
+        for name in ("name", "on", "ahead_of"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name in ("name", "on")):
                 raise PipelineError(f"stage '{self.name}': {name}={value!r}; give a name.")
@@ -97,7 +95,6 @@ class Stage:
         every: int | None = None,
         after: str | Sequence[str] | None = None,
         ahead_of: str | None = None,
-        until: str | None = None,
         mini_batches: int | None = None,
         epochs: int | None = None,
         epochs_over: Literal["mini-batch", "step"] | None = None,
@@ -112,8 +109,6 @@ class Stage:
             every: run only on every k-th step, and on the last.
             after: stages that must finish first although no data passes.
             ahead_of: see :func:`stage`.
-            until: another stage on the same resource, later in the step. The slot that this one takes stays taken until
-                the other has ended, which runs in it: no other task runs there between the two.
             mini_batches: optimizer steps in one pass over the step's groups, if not the run's number; for a stage that
                 runs per mini-batch. The policy's ``split`` must divide it.
             epochs: how often it uses each mini-batch.
@@ -142,7 +137,6 @@ class Stage:
             every=self.every if every is None else every,
             after=self.after if after is None else names_of(after, f"stage '{self.name}': after"),
             ahead_of=ahead_of or self.ahead_of,
-            until=until or self.until,
             mini_batches=self.mini_batches if mini_batches is None else mini_batches,
             epochs=self.epochs if epochs is None else epochs,
             epochs_over=epochs_over or self.epochs_over,
@@ -206,7 +200,6 @@ class Stage:
             "streams",
             "every",
             "ahead_of",
-            "until",
             "mini_batches",
             "epochs",
             "epochs_over",
@@ -229,8 +222,6 @@ class Stage:
             found.append("can stream")
         if self.every is not None:
             found.append("every step" if self.every == 1 else f"every {self.every} steps")
-        if self.until is not None:
-            found.append(f"holds {self.on} until {self.until} has ended")
         if self.host is not None:
             found.append(f"in {self.host.name}" + (f" x{self.host.ranks}" if self.host.ranks > 1 else ""))
         return found

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dataflow.errors import ConfigError, counted
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICES = Path("/dev")
 ANYWHERE: Mapping[str, Any] = MappingProxyType({})
 """Options of an actor that leave its node to Ray."""
 
@@ -23,7 +27,7 @@ class GpuSlot:
 
     def gpu(self) -> str:
         """Returns the id of the GPU, from CUDA_VISIBLE_DEVICES."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return os.environ.get(VISIBLE, "")
 
 
 class Gpus:
@@ -75,6 +79,14 @@ class Gpus:
         self._group, self._slots = None, []
 
 
+def visible_gpus() -> list[str]:
+    """Returns the ids of the GPUs of this machine that this process may use; imports no CUDA."""
+    if (given := os.environ.get(VISIBLE)) is not None:
+        return [each for each in (word.strip() for word in given.split(",")) if each and each != "-1"]
+    names = (re.fullmatch(r"nvidia(\d+)", file.name) for file in _DEVICES.glob("nvidia*"))
+    return sorted((name[1] for name in names if name), key=int)
+
+
 def check_count(wanted: float, there: float) -> str:
     """Checks that a machine has the GPUs that a run needs, for which Ray would wait; returns how many it has.
 
@@ -106,4 +118,4 @@ def see(gpus: tuple[str, ...]) -> None:
             "give ray.gpus_per_worker=1, and a trainer rank for each GPU (trainer.world_size)."
         )
     if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        os.environ[VISIBLE] = ",".join(gpus)

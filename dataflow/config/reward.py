@@ -93,11 +93,11 @@ class RewardConfig(Section):
     manager_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the manager."""
     model: Text | None = None
-    """Name of the reward model (reward.models) that scores; null: agent reward takes the only one if no other does."""
+    """Name of the reward model (reward.models) that scores, or that a function asks; null for the only one."""
     models: dict[str, ServedModelConfig] = Field(default_factory=dict)
     """Reward models of the run by name, for all its agents."""
     router_address: Text | None = None
-    """Passed to a reward function as reward_router_address if it has that parameter."""
+    """Passed to a reward function as reward_router_address if it has that parameter; null for its model's."""
     model_tokenizer: Text | None = None
     """Path of a tokenizer, passed to a reward function as reward_model_tokenizer if it has that parameter."""
     frozen_after: NonNegativeFloat | None = None
@@ -242,18 +242,33 @@ def sources_of(config: Any) -> Iterator[Source]:
 
 
 def model_of(config: Any, source: Source) -> str | None:
-    """Returns the name of the reward model that an agent's requests go to; None if it has none.
+    """Returns the name of the reward model that scores an agent's requests; None if none does.
 
     Args:
         config: a :class:`~dataflow.config.run.RunConfig`.
         source: the agent's sections.
     """
+    if source.custom.path is not None:
+        return None
     if source.options.model is not None:
         return source.options.model
     models, others = config.reward.models, [each for each in sources_of(config) if each.name != MAIN]
     taken = {other.options.model for other in others}
     alone = source.name == MAIN and len(models) == 1 and taken.isdisjoint(models)
-    return next(iter(models)) if alone and source.custom.path is None and source.judge.url is None else None
+    return next(iter(models)) if alone and source.judge.url is None else None
+
+
+def asked_of(config: Any, source: Source) -> str | None:
+    """Returns the name of the reward model whose address an agent's function gets; None without a function or model.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        source: the agent's sections.
+    """
+    models = config.reward.models
+    if source.custom.path is None or not models:
+        return None
+    return source.options.model or (next(iter(models)) if len(models) == 1 else None)
 
 
 def rule_of(config: Any, source: Source) -> str:

@@ -36,7 +36,6 @@ from dataflow.config.reward import (
     Source,
     SourceConfig,
     concurrency_of,
-    model_of,
     sources_of,
 )
 from dataflow.config.section import LARGEST_STEP, Section, Text
@@ -243,13 +242,7 @@ class RunConfig(BaseConfig):
         """See :meth:`BaseConfig.job`."""
         main, *others = sources_of(self)
         agents = {source.name: _limits(self, source) for source in others}
-        models = {
-            name: {"replicas": model.servers, "slots": model.max_num_seqs, "placement": model.placement,
-                   "gpus": model.tensor_parallel, "servers": list(model.urls)}
-            for name, model in self.reward.models.items()
-        }  # fmt: skip
-        gpus = {"gpus": self.trainer.world_size} if models and self.placement == "colocated" else {}
-        known = {"responses": self.engine.n, **_limits(self, main), "agents": agents, "models": models, **gpus}
+        known = {"responses": self.engine.n, **_limits(self, main), "agents": agents}
         return {**super().job(), **{key: value for key, value in known.items() if value != {}}}
 
     @field_validator("*", mode="wrap")
@@ -362,8 +355,5 @@ class RunConfig(BaseConfig):
 
 
 def _limits(config: RunConfig, source: Source) -> dict[str, Any]:
-    """Returns what a plan needs to know of a reward agent: its limits, and its reward model if it has one."""
-    limits = {"concurrency": concurrency_of(config, source), "rpm": source.options.rpm, "tpm": source.options.tpm}
-    model = model_of(config, source)
-    given = "concurrency" in source.options.model_fields_set
-    return limits if model is None else {**limits, "model": model, "concurrency_given": given}
+    """Returns what a plan needs to know of a reward agent: its limits."""
+    return {"concurrency": concurrency_of(config, source), "rpm": source.options.rpm, "tpm": source.options.tpm}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from dataflow.config.section import Section, Text
 
@@ -43,8 +43,6 @@ class ServedModelConfig(Section):
     """Base URL of a server that runs elsewhere, or of several equal ones; null serves the model in this run."""
     kind: Literal["classify", "pooling", "chat"] = "classify"
     """How it scores: classify and pooling return the raw score of a classification head, chat is a judge."""
-    engine: Literal["vllm", "hf"] = "vllm"
-    """What serves it: vllm, or transformers (hf) for tiny models of kind classify or pooling."""
     replicas: PositiveInt = 1
     """Servers, each with the whole model."""
     tensor_parallel: PositiveInt = 1
@@ -58,23 +56,25 @@ class ServedModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision: auto, bfloat16, float16 or float32; auto takes the model's on a GPU, float32 on a CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further options of vllm serve, such as {enforce_eager: true}, or of the hf server, such as {threads: 4}."""
+    """Further options of vllm serve, such as {enforce_eager: true}."""
     placement: Literal["own", "colocated"] = "own"
-    """own: on GPUs of its own; colocated: on those of trainer and engine, asleep except between rollout and update."""
+    """own: on GPUs of its own; colocated: on those of trainer and engine, awake only while it scores a step."""
     template: Text | None = None
     """Chat template, a Jinja file; null for the model's own."""
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     """The rubric of kind chat, and how its reply is read."""
     normalize: Literal["none", "sigmoid", "running"] = "none"
     """none: the raw score; sigmoid: of it; running: its distance from the mean of all earlier steps in deviations."""
-    routing: Literal["least", "prefix"] = "least"
-    """Who takes a request: least, the server with the fewest in flight; prefix, that which had its prompt before."""
+    routing: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hash"] = "power_of_two"
+    """How vllm-router chooses among several servers: power_of_two by load, cache_aware by what their caches hold."""
     timeout: PositiveFloat = 60.0
-    """Seconds that a server may take for a request; the request then goes to another server."""
+    """Seconds that a server may take for a request; the agent then tries again."""
     start_timeout: PositiveFloat = 600.0
-    """Seconds that a server may take to start; one given by url, to answer before the run starts."""
+    """Seconds that a server may take to start, or to wake; one given by url, to answer before the run starts."""
     restarts: NonNegativeInt = 3
-    """How often its servers, counted together, may be restarted after they died."""
+    """How often its servers and their router, counted together, may be restarted after they died."""
+    _base: str | None = PrivateAttr(None)
+    _servers: tuple[str, ...] = PrivateAttr(())
 
     @property
     def given_urls(self) -> tuple[str, ...]:
@@ -92,16 +92,33 @@ class ServedModelConfig(Section):
         """Number of its servers, here or elsewhere."""
         return len(self.urls) or self.replicas
 
+    def serve_at(self, base: str, servers: tuple[str, ...]) -> None:
+        """Sets where it is while the run serves it.
+
+        Args:
+            base: URL for requests: of the only server, or of the router.
+            servers: URLs of the servers, where they are known.
+        """
+        self._base, self._servers = base, servers
+
+    @property
+    def base(self) -> str | None:
+        """URL for requests, maybe with a login; None before the run serves it."""
+        return self._base or (self.given_urls[0] if len(self.given_urls) == 1 else None)
+
+    @property
+    def each_server(self) -> tuple[str, ...]:
+        """URLs of its servers, maybe with a login, where they are known."""
+        return self._servers or self.given_urls
+
     def client_options(self, name: str) -> dict[str, Any]:
         """Returns the keyword arguments of :class:`~dataflow.rewards.models.served.ServedReward`.
 
         Args:
             name: of the model.
         """
-        keys = ("path", "kind", "template", "max_model_len", "routing", "timeout", "normalize")
-        url = None if self.url is None else list(self.given_urls)
-        own = self.model_dump(include={*keys, "prompt"})
-        return {"name": name, "url": url, "slots": self.max_num_seqs, **own}
+        keys = {"path", "kind", "template", "max_model_len", "timeout", "normalize", "prompt"}
+        return {"name": name, "url": self.base, **self.model_dump(include=keys)}
 
     def scoring(self, name: str) -> dict[str, Any]:
         """Returns all that decides its scores: an answer is used again only where this is equal.
@@ -109,7 +126,7 @@ class ServedModelConfig(Section):
         Args:
             name: of the model.
         """
-        keys = {"path", "kind", "engine", "dtype", "engine_kwargs", "template", "max_model_len", "normalize", "prompt"}
+        keys = {"path", "kind", "dtype", "engine_kwargs", "template", "max_model_len", "normalize", "prompt"}
         # A running normalisation comes after the agent, whose answers are raw scores.
         rule = "none" if self.normalize == "running" else self.normalize
         # The run's own servers have other ports each time; of one that runs elsewhere nothing else is known.
@@ -117,11 +134,11 @@ class ServedModelConfig(Section):
         return {"name": name, "url": at, **self.model_dump(include=keys), "normalize": rule}
 
     def server_options(self) -> dict[str, Any]:
-        """Returns the keyword arguments of :func:`~dataflow.rewards.models.server.server_command` about the model."""
-        keys = {"kind", "engine", "dtype", "tensor_parallel", "gpu_memory", "max_num_seqs", "max_model_len"}
-        paths = {key: None if value is None else str(Path(value).expanduser())
+        """Returns the keyword arguments of :func:`~dataflow.rewards.models.server.serve_command` about the model."""
+        keys = {"kind", "dtype", "tensor_parallel", "gpu_memory", "max_num_seqs", "max_model_len", "engine_kwargs"}
+        paths = {key: None if value is None else str(Path(value).expanduser().absolute())
                  for key, value in (("path", self.path), ("template", self.template))}  # fmt: skip
-        return {**self.model_dump(include=keys | {"engine_kwargs"}), **paths, "sleeps": self.placement == "colocated"}
+        return {**self.model_dump(include=keys), **paths, "sleeps": self.placement == "colocated"}
 
     @model_validator(mode="after")
     def _keys_of_a_server_of_this_run(self) -> ServedModelConfig:
@@ -132,8 +149,8 @@ class ServedModelConfig(Section):
         if self.url is None:
             return self
         # With path, too, the others say what scores: a run that has served the model may be resumed with a url.
-        others = () if self.path is not None else ("engine", "dtype", "engine_kwargs")
-        for key in ("replicas", "tensor_parallel", "gpu_memory", "restarts", *others):
+        others = () if self.path is not None else ("dtype", "engine_kwargs")
+        for key in ("replicas", "tensor_parallel", "gpu_memory", *others):
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) != default:
                 raise ValueError(
@@ -145,12 +162,8 @@ class ServedModelConfig(Section):
     def _one_place(self) -> ServedModelConfig:
         if (self.path is None) == (self.url is None) and self.path is None:
             raise ValueError("give path=DIR to serve it in this run, or the url of its server")
-        if self.engine == "hf" and self.kind == "chat" and self.url is None:
-            raise ValueError("engine=hf serves kind classify and pooling; give engine=vllm for kind=chat")
-        if self.engine == "hf" and self.url is None:
-            for key, default in (("tensor_parallel", 1), ("gpu_memory", 0.9)):
-                if getattr(self, key) != default:
-                    raise ValueError(f"{key} has no effect with engine=hf, which has one GPU or none; leave it out")
+        if len(self.given_urls) > 1 and self.given_urls != self.urls:
+            raise ValueError("url: a login works for one server alone; put several behind one address, and give that")
         if "model" in self.prompt.options:
             raise ValueError("prompt.options may not contain 'model': requests name it as its section; rename that")
         if self.kind != "chat" and self.prompt != PromptConfig():

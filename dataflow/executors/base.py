@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from dataflow.graph import Pipeline, Task, TaskId, TaskInfo
+from dataflow.graph import Hosted, Pipeline, Task, TaskId, TaskInfo
+
+ALONE: Mapping[str, Hosted] = MappingProxyType({})
+"""No services beside those of the pipeline."""
 
 
 @dataclass
@@ -99,8 +103,13 @@ class StageCall:
 class Executor(Protocol):
     """Runs tasks. ``start`` returns at once; ends of tasks and chunks are yielded by ``events``."""
 
-    async def open(self, pipeline: Pipeline) -> None:
-        """Builds the services of the pipeline; may be called again with further stages."""
+    async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
+        """Builds the services of the pipeline, and others that no stage uses; may be called again with further stages.
+
+        Args:
+            pipeline: whose stages will run.
+            hosts: of the others, by name; :meth:`ask` calls their methods.
+        """
         ...
 
     def now(self) -> float:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from dataflow.errors import DataflowError, PipelineError, RunError
-from dataflow.executors.base import Chunk, Done, StageCall
+from dataflow.executors.base import ALONE, Chunk, Done, StageCall
 from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
-from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
+from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import is_ours, message_of
@@ -33,10 +33,10 @@ class InlineExecutor:
         self._waiters: dict[TaskId, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
 
-    async def open(self, pipeline: Pipeline) -> None:
+    async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
         for s in pipeline.stages:
             s.load()
-        for host in pipeline.hosts().values():
+        for host in [*hosts.values(), *pipeline.hosts().values()]:
             if host.ranks > 1:
                 raise PipelineError(
                     f"'{host.name}' needs {host.ranks} processes, but executor=inline has one; use executor=ray."

@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Chunk, Done, Report, StageCall
-from dataflow.graph import Pipeline, Task, TaskId
+from dataflow.executors.base import ALONE, Chunk, Done, Report, StageCall
+from dataflow.graph import Hosted, Pipeline, Task, TaskId
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class VirtualExecutor:
         self._open: dict[TaskId, tuple[Task, float]] = {}
         self._cancelled: set[TaskId] = set()
 
-    async def open(self, pipeline: Pipeline) -> None:
+    async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
         """Does nothing: there is nothing to build."""
 
     def now(self) -> float:

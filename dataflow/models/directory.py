@@ -57,7 +57,7 @@ def check_files(path: Path) -> None:
     headers(path)
 
 
-def check_classifier(path: Path, kind: str, engine: str = "vllm") -> None:
+def check_classifier(path: Path, kind: str) -> None:
     """Checks a reward model's files as :func:`check_files` does, and that it has a head which scores.
 
     transformers and vLLM give a model without one a head with random weights, and score with that.
@@ -65,23 +65,20 @@ def check_classifier(path: Path, kind: str, engine: str = "vllm") -> None:
     Args:
         path: of the model's directory.
         kind: ``classify`` or ``pooling``, see :data:`HEADS`.
-        engine: what serves it; only ``vllm`` has reward models of its own (``Qwen2ForRewardModel``), for ``pooling``.
 
     Raises:
         ModelError: see there; or it has no such head.
     """
     config, names = _architectures(path)
-    ends = (*HEADS[kind], "RewardModel") if (kind, engine) == ("pooling", "vllm") else HEADS[kind]
+    # vLLM has reward models of its own, such as Qwen2ForRewardModel.
+    ends = (*HEADS[kind], "RewardModel") if kind == "pooling" else HEADS[kind]
     if not any(name.endswith(ends) for name in names):
         raise ModelError(
             f"model {path} has no classification head: it is a {', '.join(names) or 'model without architectures'}; "
-            f"give one whose config.json names an architecture that ends in {' or '.join(ends)}, or take kind=chat"
-            f"{' and engine=vllm' if engine == 'hf' else ''}."
+            f"give one whose config.json names an architecture that ends in {' or '.join(ends)}, or take kind=chat."
         )
     _check_json(path)
-    if engine == "hf":
-        _check_own_code(path, config)
-    if engine == "hf" or not config.get("quantization_config"):
+    if not config.get("quantization_config"):
         headers(path)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dataflow.drawing.duration import figure
 from dataflow.errors import counted
-from dataflow.planning.config import MOST_IN_FLIGHT, MOST_SERVERS
+from dataflow.planning.config import MOST_IN_FLIGHT
 from dataflow.planning.planner import BOUNDS, Prediction, bound_of
 from dataflow.planning.simulation.outcomes import Job, Outcomes
 from dataflow.planning.workload import Workload
@@ -128,12 +128,6 @@ def _about_the_bound(
             changed = replace(rewards, rpm=float(wanted))
             why = f"{counted(calls, 'call')} at {rewards.rpm:,.0f} a minute"
             turn = f"{wanted:,} a minute"
-        elif rewards.servers is not None:
-            servers = rewards.servers
-            most, needed = MOST_SERVERS, math.ceil(servers.replicas * load / gpu)
-            changed = rewards.with_replicas(wanted := min(needed, most))
-            why = f"{counted(calls, 'call')} on {counted(servers.replicas, 'server')} of '{servers.model}'"
-            turn = f"{counted(wanted, 'server')} (reward.models.{servers.model}.replicas)"
         else:
             most, needed = MOST_IN_FLIGHT, math.ceil(calls * each / gpu)
             changed = replace(rewards, concurrency=(wanted := min(needed, most)))

@@ -15,11 +15,8 @@ from dataflow.errors import ConfigError
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
-WAKE_S = 2.0
 MOST_IN_FLIGHT = 100_000
 """A plan keeps the time of each slot; more slots than a few steps have requests change nothing."""
-MOST_SERVERS = 4096
-"""Each request begins on the server with the fewest in flight, which is looked for among all."""
 
 _OF_A_RUN = {
     "data.prompts": "prompts",
@@ -57,17 +54,6 @@ def _elsewhere(key: str, exactly: bool = False) -> str | None:
     return None
 
 
-class ModelPlan(Section):
-    """The servers of a reward model, where they are to differ from those of the run."""
-
-    replicas: Annotated[PositiveInt, Field(le=MOST_SERVERS)] | None = None
-    """Servers, up to 4,096."""
-    max_num_seqs: Annotated[PositiveInt, Field(le=MOST_IN_FLIGHT)] | None = None
-    """Requests in flight at one server, up to 100,000."""
-    wake: NonNegativeFloat = WAKE_S
-    """Seconds to wake it, and as many to let it sleep, where the run did not: for gpus, if it shares GPUs."""
-
-
 class AgentPlan(Section):
     """The service of a reward agent."""
 
@@ -90,13 +76,6 @@ class LogPlan(Section):
     """How its requests' seconds were spread, as for reward.latency; scaled to its waits where these show them."""
     rpm: PositiveFloat | None = None
     """Requests a minute at most that its service allowed; null for no limit."""
-
-
-class RewardPlan(AgentPlan):
-    """The service of the agent that is named reward, and the reward models of all agents."""
-
-    models: dict[str, ModelPlan] = Field(default_factory=dict)
-    """Reward models of the run by name: reward.models.rm.replicas=2."""
 
 
 class ValidationPlan(Section):
@@ -143,11 +122,9 @@ class PlanConfig(Section):
     """Seconds of a stage in a step, in place of the source's: a number or a distribution, as for reward.latency."""
     placement: Placement | None = None
     """Engine and trainer on the same GPUs (colocated) or on separate ones (disaggregated); null: as in the source."""
-    gpus: Annotated[PositiveInt, Field(le=MOST_SERVERS)] | None = None
-    """GPUs in all, up to 4,096: says whether a reward model had better share them or have some of its own."""
     policy: PolicyConfig | None = None
     """An additional policy to predict."""
-    reward: RewardPlan = Field(default_factory=RewardPlan)
+    reward: AgentPlan = Field(default_factory=AgentPlan)
     agents: dict[str, AgentPlan] = Field(default_factory=dict)
     """Further reward agents, by name, each with the keys of reward: {style: {concurrency: 16}}."""
     validation: ValidationPlan = Field(default_factory=ValidationPlan)

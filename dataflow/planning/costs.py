@@ -16,7 +16,6 @@ from dataflow.graph import Task, TaskGraph, TaskId
 from dataflow.planning.requests.schedule import Rate, Slots
 from dataflow.planning.reward_service import Delivery, RewardService
 from dataflow.planning.rewards import Rewards
-from dataflow.planning.servers.service import ServerService
 from dataflow.planning.workload import Workload
 
 FIT_RUNS = 40
@@ -40,8 +39,6 @@ class WorkloadCosts(Costs):
         def service(spec: Rewards) -> RewardService:
             if unlimited:
                 return RewardService(None)
-            if spec.servers is not None:
-                return ServerService(spec.servers, spec.concurrency, spec.rpm, spec.agent == "per-step")
             return RewardService(spec.concurrency, spec.rpm, spec.agent == "per-step")
 
         self.service = service(workload.rewards)
@@ -140,10 +137,7 @@ class _Agent:
         """Least seconds that the service needs for the requests, with all slots busy."""
         rpm = self.spec.rpm
         rated = (self.requests - max(1.0, rpm / 60.0)) * 60.0 / rpm if rpm else 0.0
-        servers, each = self.spec.servers, self.spec.latency.mean
-        if servers is None or not each:
-            return max(self.requests_s / self.spec.concurrency, rated)
-        return max(self.requests_s / each * servers.seconds(self.spec.concurrency), rated)
+        return max(self.requests_s / self.spec.concurrency, rated)
 
     def submit(self, load: Workload, step: int, groups: Sequence[int], at: float) -> None:
         """Sends the requests of some groups of a step."""

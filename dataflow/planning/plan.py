@@ -11,9 +11,8 @@ from dataflow.drawing.duration import figure
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError, counted
 from dataflow.planning.advice import LEAST, advise
-from dataflow.planning.config import WAKE_S, PlanConfig
+from dataflow.planning.config import PlanConfig
 from dataflow.planning.drawing.chart import AS_LOGGED
-from dataflow.planning.placing import sentences
 from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, numbers_of, parse_sweep, predict, sweep
 from dataflow.planning.simulation.outcomes import Outcomes, processes
 from dataflow.planning.sources.read import read_workload
@@ -196,8 +195,6 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     if workload.measured_steps == 1:
         workload = replace(workload, caution=f"{workload.caution} {_ONE_STEP}".lstrip())
     workload = replace(workload, assumptions=(*workload.assumptions, *(f"{each}." for each in config.replaced)))
-    if config.gpus is None and (name := next((n for n, m in config.reward.models.items() if m.wake != WAKE_S), None)):
-        raise ConfigError(f"reward.models.{name}.wake has no effect without gpus=N; give the number of GPUs in all.")
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)
@@ -209,8 +206,6 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
         rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"), outcomes)
         on_work("looking for advice")
         advice = advise(workload, rows, policies, outcomes)
-        if config.gpus is not None:
-            advice += sentences(workload, config.gpus, outcomes)
         found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work, outcomes) for text in sweeps]
     return Plan(workload, rows, advice, found, replay)
 

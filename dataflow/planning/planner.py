@@ -9,7 +9,7 @@ from typing import Any
 
 from dataflow.config.section import LARGEST_FLOAT
 from dataflow.errors import ConfigError, counted, nearest
-from dataflow.planning.config import MOST_IN_FLIGHT, MOST_SERVERS
+from dataflow.planning.config import MOST_IN_FLIGHT
 from dataflow.planning.simulation.outcomes import Job, Outcome, Outcomes
 from dataflow.planning.workload import Workload
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, divisors, preset
@@ -166,7 +166,7 @@ def _path_s(workload: Workload, policy: SchedulingPolicy, below: float, outcomes
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 _LIMITS = ("concurrency", "rpm")
-_MOST = {"concurrency": MOST_IN_FLIGHT, "rpm": LARGEST_FLOAT, "replicas": MOST_SERVERS}
+_MOST = {"concurrency": MOST_IN_FLIGHT, "rpm": LARGEST_FLOAT}
 """The bounds of the keys that a knob sets."""
 
 
@@ -191,7 +191,7 @@ class Sweep:
 def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     """Returns knob and values of ``reward.concurrency:64:2048`` (doubling) or ``mini_batches:1:16`` (divisors).
 
-    Each reward agent has the knobs of reward under its own name, and each served reward model ``replicas``.
+    Each reward agent has the knobs of reward under its own name.
 
     Raises:
         ConfigError: an unknown knob, or a range without a value or beyond the bound of the knob's key.
@@ -199,7 +199,6 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     knob, *ends = text.split(":")
     knobs = [
         *(f"{agent}.{limit}" for agent, collect in workload.agents.items() if collect for limit in _LIMITS),
-        *_models(workload),
         "mini_batches",
     ]
     if knob not in knobs:
@@ -224,22 +223,14 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
         values.append(values[-1] * 2)
     if high > low:
         values.append(high)
-    whole = knob.endswith((".concurrency", ".replicas"))
+    whole = knob.endswith(".concurrency")
     return knob, tuple(math.floor(v) if whole else v for v in values)
-
-
-def _models(workload: Workload) -> dict[str, str]:
-    """Returns the knob of each reward model's number of servers: the agent that it scores for."""
-    servers = {agent: workload.service_of(agent).servers for agent in workload.agents}
-    return {f"reward.models.{of.model}.replicas": agent for agent, of in servers.items() if of is not None}
 
 
 def turned(workload: Workload, knob: str, value: float) -> Workload:
     """Returns the workload with a knob set to a value."""
     if knob == "mini_batches":
         return replace(workload, mini_batches=int(value))
-    if (agent := _models(workload).get(knob)) is not None:
-        return workload.with_service(agent, workload.service_of(agent).with_replicas(int(value)))
     agent, _, limit = knob.rpartition(".")
     of = workload.service_of(agent)
     changed = replace(of, concurrency=int(value)) if limit == "concurrency" else replace(of, rpm=value)

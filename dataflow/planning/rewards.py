@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dataflow.distribution import Distribution
-from dataflow.planning.servers.service_time import Servers
 
 Agent = Literal["continuous", "per-step"]
 Pool = Literal["shared", "own"]
@@ -33,14 +32,13 @@ class Rewards:
     """The reward service.
 
     Attributes:
-        latency: of one request, in seconds; with ``servers`` that of one alone on a server.
+        latency: of one request, in seconds.
         steps: seconds of the requests of each logged step, group by group, which its plan takes in place of draws: a
             service is fast in one step and slow in another.
         concurrency: requests in flight at most.
         rpm: requests a minute at most; None for no limit.
         agent: ``continuous`` keeps all slots busy; ``per-step`` finishes one step's requests before it begins the next.
         scattered: the samples of a group are spread over the queue instead of side by side.
-        servers: of the reward model that the run serves; None if the latency does not depend on the load.
     """
 
     latency: Distribution
@@ -48,7 +46,6 @@ class Rewards:
     rpm: float | None = None
     agent: Agent = "continuous"
     scattered: bool = False
-    servers: Servers | None = None
     steps: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def latency_of(self, step: int, count: int) -> Distribution | tuple[float, ...]:
@@ -61,14 +58,8 @@ class Rewards:
     @property
     def seconds(self) -> float:
         """Seconds by which one request extends the work of the whole service."""
-        each = self.latency.mean / self.concurrency if self.servers is None else self.servers.seconds(self.concurrency)
+        each = self.latency.mean / self.concurrency
         return max(each, 60.0 / self.rpm) if self.rpm else each
-
-    def with_replicas(self, replicas: int) -> Rewards:
-        """Returns the service with another number of servers."""
-        assert self.servers is not None
-        concurrency = replicas * self.servers.slots if self.servers.filled else self.concurrency
-        return replace(self, servers=self.servers.with_replicas(replicas), concurrency=concurrency)
 
 
 @dataclass(frozen=True)

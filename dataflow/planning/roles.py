@@ -30,11 +30,16 @@ class Roles:
         A collecting stage to which nothing sends requests is no agent: it takes its measured time, unless it is said to
         ask a service itself (``asks_itself``).
         """
-        collector, asking = pipeline.collector, pipeline.with_role("requests")
+        collector = pipeline.collector
+        # Requests to a reward model on the GPUs of the engine end in the time of the stage that sends them.
+        pools = {s.on for s in pipeline.with_role("samples")}
+        asking = [s for s in pipeline.with_role("requests") if s.on not in pools]
         if collector is not None and not asking and asks_itself:
             return cls(None, collector.name, None)
         if collector is None or not asking:
             return cls(asking[0].name if asking else None, None, None)
+        if any(_feeds(r, collector) for r in pipeline.with_role("requests") if r not in asking):
+            return cls(None, None, None)
         of = {s.name: next((r.name for r in asking if _feeds(r, s)), None) for s in pipeline.collectors}
         scoring = [s.name for s in pipeline.with_role("validates") if s.on == collector.on]
         return cls(

@@ -43,6 +43,7 @@ class Steps:
         self.live: dict[Step, StepRequests] = {}
         self.closed = False
         self._halted: tuple[str, BaseException | None] | None = None
+        self._settling: dict[Step, asyncio.Future[None]] = {}
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
 
     # --- submit -------------------------------------------------------------------------------------------------
@@ -167,6 +168,8 @@ class Steps:
 
     def _serve(self, state: StepRequests) -> None:
         """Wakes the waiters whose groups are there, first come, first served."""
+        if not state.unfinished:
+            self._settle(state)
         while state.waiters:
             waiter = state.waiters[0]
             if not waiter.future.done():
@@ -228,6 +231,18 @@ class Steps:
             self._serve(state)
             raise
 
+    async def settled(self, step: Step) -> None:
+        """Waits until no group of a step is unfinished: each has arrived or is lost."""
+        state = self.live.get(step)
+        if state is not None and state.unfinished:
+            self._settling[step] = asyncio.get_running_loop().create_future()
+            await self._settling[step]
+
+    def _settle(self, state: StepRequests) -> None:
+        settling = self._settling.pop(state.key, None)
+        if settling is not None and not settling.done():
+            settling.set_result(None)
+
     # --- ends of steps ------------------------------------------------------------------------------------------
 
     def cancel(self, step: Step) -> int:
@@ -286,6 +301,7 @@ class Steps:
                 if request.open:
                     state.end(request, "cancelled")
                     self._on_cancel(request)
+        self._settle(state)
 
     def _gone(self, step: Step) -> DataflowError:
         """Returns why a step is not there; a new exception each time, as one raised twice mixes tracebacks."""

@@ -6,8 +6,8 @@ A run has one attempt, and another one after each death of a service that only a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from loguru import logger
 
@@ -31,6 +31,9 @@ from dataflow.stages.checkpoint import FAILED
 from dataflow.system.supervisor import report
 from dataflow.timeline.spans import Trace
 
+if TYPE_CHECKING:
+    from dataflow.running.services.served_models import ServedModels
+
 _WARNED = {
     "skipped_updates": "updates that changed nothing, as their gradient was not finite or no sample was left to train "
     "on; trainer.max_skipped of them in a row end the run",
@@ -53,7 +56,7 @@ class Attempt:
         inputs: input fields of the pipeline, a function of the step each.
         record: of the run.
         progress: shows the progress.
-        ready: waits for what the run has started elsewhere and the first step needs.
+        models: the reward models that the run serves; None without any.
         auto: changes the policy; None for a run that keeps it.
         server: of which the workers are copies; None starts each on its own.
     """
@@ -65,7 +68,7 @@ class Attempt:
         inputs: Mapping[str, Callable[[int], Any]],
         record: Record,
         progress: Progress,
-        ready: Callable[[], Awaitable[None]] | None = None,
+        models: ServedModels | None = None,
         auto: AutoPolicy | None = None,
         server: ForkServer | None = None,
     ) -> None:
@@ -74,7 +77,7 @@ class Attempt:
         self._inputs = inputs
         self._record = record
         self._progress = progress
-        self._ready = ready
+        self._models = models
         self._auto = auto
         self._executor = self._make_executor(server)
         self._hosts = graph.pipeline.hosts()
@@ -102,10 +105,10 @@ class Attempt:
         """
         graph, executor, record = self._graph, self._executor, self._record
         with self._progress.phase("starting workers"):
-            await executor.open(graph.pipeline)
-        if self._ready is not None:
+            await executor.open(graph.pipeline, *([] if self._models is None else [self._models.hosts]))
+        if self._models is not None:
             with self._progress.phase("waiting for the reward models"):
-                await self._ready()
+                await self._models.open(executor)
         restored = Restored()
         if point is not None:
             with self._progress.phase(f"restoring step {point.step}"):
@@ -254,6 +257,8 @@ class Attempt:
 
     async def close(self, under_way: BaseException | None) -> None:
         """Closes the services; if the run ended with an error, that error takes precedence."""
+        if self._models is not None:
+            await self._models.close()
         try:
             await self._executor.close()
         except RunError as error:

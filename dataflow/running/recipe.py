@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dataflow.algorithms.estimators import ESTIMATORS
-from dataflow.config.reward import rule_of, sources_of
+from dataflow.config.reward import asked_of, model_of, rule_of, sources_of
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
+from dataflow.rewards.models.server import Sleeper
 from dataflow.running.saving.checkpoints import checkpoint_store
-from dataflow.running.services.colocation import colocated
 from dataflow.stage import Hosted, Stage
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.scoring.normalize import with_running
@@ -75,6 +76,43 @@ def recipe_pipeline(
     if every := config.checkpoint.every:
         whole += checkpoint_stages(whole, every=every, store=checkpoint_store(config), steps=config.steps)
     return Pipeline(whole, inputs, resources)
+
+
+def colocated(config: Any, stages: Sequence[Stage]) -> list[Stage]:
+    """Returns the stages of a run, with those that ask reward models on the GPUs of trainer and engine on these GPUs.
+
+    Such a stage wakes the model, waits until all its requests have ended, and lets the model sleep again; meanwhile
+    nothing else runs on the GPUs.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        stages: of the pipeline, validation included.
+
+    Raises:
+        ConfigError: nothing samples, or a stage asks for rewards in another way.
+    """
+    models, found = config.reward.models, list(stages)
+    asleep = {
+        source.name: name
+        for source in sources_of(config)
+        if (name := model_of(config, source) or asked_of(config, source)) in models
+        and models[name].placement == "colocated"
+    }
+    pool = next((s.on for s in stages if s.role == "samples"), None)
+    for at, s in enumerate(stages):
+        if s.host is None or (name := asleep.get(s.host.name)) is None or s.role == "collects":
+            continue
+        key = f"reward.models.{name}.placement=colocated"
+        if pool is None:
+            raise ConfigError(
+                f"{key}: this pipeline has no rollout whose GPUs the model could share; give placement=own."
+            )
+        if s.role not in ("requests", "validates"):
+            raise ConfigError(f"{key}: stage '{s.name}' asks for rewards while the model sleeps; give placement=own.")
+        model = models[name]
+        sleeper = Sleeper(f"reward model '{name}'", model.each_server, model.start_timeout)
+        found[at] = replace(s.bind(on=pool, sleeper=sleeper), grain="step")
+    return found
 
 
 def _check_fields(estimator: str, stages: Sequence[Stage]) -> None:

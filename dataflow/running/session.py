@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -41,6 +41,9 @@ from dataflow.system.secrets import redact, redact_values
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import report
 from dataflow.usercode.failures import causes_of
+
+if TYPE_CHECKING:
+    from dataflow.running.services.served_models import ServedModels
 
 
 class Session:
@@ -82,7 +85,7 @@ class Session:
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
         self._facts: dict[str, Any] = {}
-        self._ready: Callable[[], Awaitable[None]] | None = None
+        self._served: ServedModels | None = None
 
     @property
     def graph(self) -> TaskGraph:
@@ -253,9 +256,8 @@ class Session:
             return
         from dataflow.running.services.served_models import ServedModels
 
-        hosts = self.graph.pipeline.hosts().values()
-        with ServedModels(self.config, self.directory, self._lose, hosts) as served:
-            self._ready = served.ready if served.waits else None
+        with ServedModels(self.config, self.directory, self._lose, self._prepared.agents) as served:
+            self._served = served
             yield
             self._facts = served.facts()
 
@@ -280,7 +282,7 @@ class Session:
             if options.auto
             else None
         )
-        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._ready, auto, self._server)
+        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._served, auto, self._server)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         stats = None
         try:

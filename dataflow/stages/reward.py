@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, Protocol
 
 from dataflow.batch import Batch
 from dataflow.graph import Hosted, Stage, TaskInfo, stage
@@ -13,6 +14,17 @@ _NOW = ("running", "waiting", "abandoned")
 """The agent's stats whose current values are logged with each step."""
 
 
+class Sleeper(Protocol):
+    """The servers of a reward model on the GPUs of trainer and engine (dataflow.rewards.models.server.Sleeper)."""
+
+    def awake(self) -> AbstractAsyncContextManager[None]: ...
+
+
+def awake(sleeper: Sleeper | None) -> AbstractAsyncContextManager[None]:
+    """Returns a context in which a reward model is awake; one without effect where there is none that sleeps."""
+    return nullcontext() if sleeper is None else sleeper.awake()
+
+
 @stage(writes="reward_ticket", on="controller", role="requests", per_chunk=True, replays=True)
 async def reward_request(
     responses: Batch,
@@ -20,16 +32,23 @@ async def reward_request(
     agent: RewardAgent,
     extra_groups: int = 0,
     group_filter: GroupFilter | None = None,
+    sleeper: Sleeper | None = None,
     task: TaskInfo,
 ) -> Ticket:
     """Submits the responses to the agent and returns at once; they are scored meanwhile. A streaming rollout calls it
     with each chunk.
 
     ``extra_groups`` of the groups take the place of failed ones and of those that ``group_filter`` leaves out: that
-    many fewer are collected, and what is not needed of them is cancelled.
+    many fewer are collected, and what is not needed of them is cancelled. With a
+    ``sleeper``, whose reward model is awake only meanwhile, it returns when all requests have ended.
     """
     task.note(requests=len(responses))
-    return agent.submit(task.step, responses, extra_groups=extra_groups, more=task.parts > 1, group_filter=group_filter)
+    more = task.parts > 1
+    async with awake(sleeper):
+        ticket = agent.submit(task.step, responses, extra_groups=extra_groups, more=more, group_filter=group_filter)
+        if sleeper is not None:
+            await agent.settled(task.step)
+    return ticket
 
 
 @stage(writes="rewards", on="reward", role="collects")
@@ -88,7 +107,9 @@ def agent_stages(agent: Hosted, **options: Any) -> tuple[Stage, Stage]:
 
 
 @stage(writes="val_scores", on="reward", role="validates")
-async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Batch:
+async def val_score(
+    val_responses: Batch, *, agent: RewardAgent, sleeper: Sleeper | None = None, task: TaskInfo
+) -> Batch:
     """Scores the validation responses; queued training requests go first.
 
     Logs verl's ``val-core/<data_source>/reward/mean@<n>``, where n is the number of responses per prompt; with ``acc``
@@ -97,8 +118,9 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     """
     step = f"val:{task.step}"
     task.note(requests=len(val_responses))
-    agent.submit(step, val_responses)
-    scores = await agent.collect(step, order="index")
+    async with awake(sleeper):
+        agent.submit(step, val_responses)
+        scores = await agent.collect(step, order="index")
     mark_requests(scores, agent.name, task, validation=True)
     scores = scores.merge(_requests(scores))
     # The scores come back in the order of group ids, which may not be that of the responses.

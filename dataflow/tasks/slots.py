@@ -26,18 +26,13 @@ class Slots:
         self._resources = resources
         self.taken = dict.fromkeys(resources, 0)
         self._ready: dict[str, list[Key]] = {resource: [] for resource in resources}
-        self._held: list[TaskId] = []
 
-    def add(self, resource: str, key: Key, held: bool) -> None:
-        """Adds a ready task; ``held`` if it runs in a slot that another task of its step has taken and left to it."""
-        if held:
-            self._held.append(key[-1])
-        else:
-            heapq.heappush(self._ready[resource], key)
+    def add(self, resource: str, key: Key) -> None:
+        """Adds a ready task."""
+        heapq.heappush(self._ready[resource], key)
 
     def clear(self) -> None:
         """Forgets all ready tasks."""
-        self._held.clear()
         for ready in self._ready.values():
             ready.clear()
 
@@ -53,8 +48,6 @@ class Slots:
         Args:
             wanted: the tasks that may start; the others are forgotten. None for all.
         """
-        held, self._held = self._held, []
-        yield from (i for i in held if wanted is None or i in wanted)
         for resource, slots in self._resources.items():
             if wanted is not None:
                 self._ready[resource] = [item for item in self._ready[resource] if item[-1] in wanted]

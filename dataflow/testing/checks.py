@@ -5,7 +5,6 @@ from __future__ import annotations
 import graphlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from dataflow.graph import Task, TaskGraph, TaskId
@@ -42,10 +41,9 @@ def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: b
             assert _ready_at(spans, graph, dep) <= spans[i].begin + tolerance, f"{i} began before {dep} ended"
     _check_versions(graph, spans, tolerance)
     for resource, slots in graph.pipeline.resources.items():
-        held = _held(graph, spans, resource)
-        _check_slots(resource, slots, [*(s for s in trace.spans if s.resource == resource), *held], tolerance)
+        _check_slots(resource, slots, [s for s in trace.spans if s.resource == resource], tolerance)
         if busy:
-            _check_busy(graph, tasks, spans, resource, slots, held)
+            _check_busy(graph, tasks, spans, resource, slots)
     _check_makespan(graph, tasks, spans, tolerance)
 
 
@@ -53,16 +51,6 @@ def _ready_at(spans: Mapping[TaskId, Span], graph: TaskGraph, dep: TaskId) -> fl
     """Returns when a task ended, or when a chunk was emitted, by its id."""
     span = spans[graph.pipeline.task_of(dep)]
     return float(span.args["emitted_s"][dep.part]) if graph.pipeline.task_of(dep) != dep else span.end
-
-
-def _held(graph: TaskGraph, spans: Mapping[TaskId, Span], resource: str) -> list[Span]:
-    """Returns the times between tasks that hold their slot and those until which they hold it."""
-    found = []
-    for i, span in spans.items():
-        until = graph.pipeline.by_name[i.stage].until
-        if until is not None and span.resource == resource:
-            found.append(replace(span, stage="held", begin=span.end, end=spans[TaskId(i.step, until)].begin))
-    return found
 
 
 def _check_slots(resource: str, slots: int | None, spans: Sequence[Span], tolerance: float) -> None:
@@ -81,11 +69,10 @@ def _check_busy(
     spans: Mapping[TaskId, Span],
     resource: str,
     slots: int | None,
-    held: Sequence[Span],
 ) -> None:
     """Checks that no task, once ready, waited while its resource had a free slot."""
     changes: dict[float, int] = {}
-    for span in [*spans.values(), *held]:
+    for span in spans.values():
         if span.resource == resource:
             changes[span.begin] = changes.get(span.begin, 0) + 1
             changes[span.end] = changes.get(span.end, 0) - 1

@@ -59,23 +59,6 @@ def concurrency_of(trace: Trace, agent: str) -> int | None:
     return int(found) if found else None
 
 
-def model_of(trace: Trace, agent: str) -> tuple[str, dict[str, Any]] | None:
-    """Returns the name of the agent's reward model and its facts, as the run's configuration has them.
-
-    Returns:
-        None if it has none. The facts are ``replicas``, ``slots`` (requests in flight at one server), ``placement`` and
-        ``servers`` (their addresses, which the requests have as ``endpoint``).
-    """
-    name = _limits_of(trace, agent).get("model")
-    facts = ((trace.meta.get("job") or {}).get("models") or {}).get(name)
-    return (str(name), dict(facts)) if facts else None
-
-
-def fills_servers(trace: Trace, agent: str) -> bool:
-    """Whether the agent's requests in flight are by default as many as the servers of its reward model take."""
-    return not _limits_of(trace, agent).get("concurrency_given", True)
-
-
 def rates_of(trace: Trace, agent: str) -> tuple[float | None, float | None]:
     """Returns the agent's requests and tokens a minute at most, as the run's configuration has them; None for no limit.
 

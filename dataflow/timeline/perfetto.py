@@ -154,15 +154,13 @@ def _lines(text: str, path: str | os.PathLike[str]) -> list[Any]:
 
 _NUMBER, _NONE = (int, float), type(None)
 _STAGE = {"name": str, "on": str, "role?": (str, _NONE), "every?": (int, _NONE), "reads": [[object]], "writes": [str]}
-_SERVED = {"replicas?": int, "slots?": int, "gpus?": int, "servers?": [str]}
 _LIMITS = {
     "concurrency?": (*_NUMBER, _NONE),
     "rpm?": (*_NUMBER, _NONE),
     "tpm?": (*_NUMBER, _NONE),
-    "model?": (str, _NONE),
 }
 _SIZES = dict.fromkeys(("prompts?", "responses?", "mini_batches?"), (int, _NONE))
-_JOB = {"pipeline?": {"stages?": [_STAGE]}, "agents?": {str: _LIMITS}, "models?": {str: _SERVED}, **_LIMITS, **_SIZES}
+_JOB = {"pipeline?": {"stages?": [_STAGE]}, "agents?": {str: _LIMITS}, **_LIMITS, **_SIZES}
 _META: dict[Any, Any] = {
     **dict.fromkeys(("status?", "cut?"), str),
     "steps?": (int, _NONE),

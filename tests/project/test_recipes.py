@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
+from dataflow.rewards.models.gpus import VISIBLE
 
 from dataflow.api.simulate import simulate
 from dataflow.cli import main
@@ -20,7 +21,6 @@ from dataflow.config.loading.saved import load
 from dataflow.planning.planner import predict
 from dataflow.planning.sources.read import read_workload
 from dataflow.policy import PRESETS, expand, preset
-from dataflow.rewards.models.gpus import VISIBLE
 from dataflow.running.preparing import needs
 from tests.rigs.stand_ins import QWEN_05B, QWEN_7B, found_right, show_gpus, write_model
 

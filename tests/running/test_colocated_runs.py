@@ -1,69 +1,141 @@
-"""A run whose reward model is awake only between rollout and update, on real servers."""
+"""Runs whose reward model shares the GPUs of trainer and engine: it is awake only while it scores."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from dataflow.cli import main
+from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.loading.pipeline_file import load_pipeline_file
+from dataflow.errors import ConfigError
+from dataflow.policy import PRESETS, expand, preset
+from dataflow.testing import RandomCosts, check_trace, simulate
 from dataflow.timeline import perfetto
-from dataflow.timeline.text import gantt
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
-
-PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
+ROOT = Path(__file__).parents[2]
+PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
 SMALL = (
-    "engine.rollout=hf", "steps=2", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "data.max_prompt_length=200",
+    "engine.rollout=hf", "steps=3", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "data.max_prompt_length=200",
     "trainer.mini_batches=2", "val.every=2", "data.val_size=4", "checkpoint.export=false",
-    "executor=inline", "policy=both", "data.train_size=200",
+    "executor=inline", "data.train_size=200", "name=a", "--quiet",
 )  # fmt: skip
-MODEL = {"engine": "hf", "placement": "colocated", "replicas": 2, "max_num_seqs": 4}
 
 
-@pytest.fixture(scope="module")
-def classifier(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from transformers import AutoConfig, Qwen2ForSequenceClassification
+class Sleepy(BaseHTTPRequestHandler):
+    """A server that answers requests only while it is awake, and remembers when that was."""
 
-    path = tmp_path_factory.mktemp("models") / "rm"
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        Qwen2ForSequenceClassification(AutoConfig.from_pretrained(tiny_qwen, num_labels=1)).save_pretrained(path)
-    for file in tiny_qwen.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, path)
-    return path
+    protocol_version = "HTTP/1.1"
+    asleep = True
+    changes: list[tuple[float, bool]]
+
+    def do_GET(self) -> None:
+        known = {"/is_sleeping": {"is_sleeping": self.asleep}, "/v1/models": {"data": [{"id": "rm"}]}}
+        self._answer(known.get(self.path, {}))
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/classify":
+            assert not self.asleep
+            score = len(json.loads(text)["messages"][-1]["content"]) % 7
+            self._answer({"data": [{"index": 0, "probs": [score]}]})
+            return
+        type(self).asleep = self.path.startswith("/sleep")
+        self.changes.append((time.time(), self.asleep))
+        self._answer({})
+
+    def _answer(self, found: Any) -> None:
+        text = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
 
 
-def test_a_colocated_model_scores_while_nothing_else_runs(
-    classifier: Path, tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def url() -> Iterator[str]:
+    Sleepy.asleep, Sleepy.changes = True, []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Sleepy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("policy", ["baseline", "both"])
+def test_the_model_is_awake_only_while_it_scores_and_nothing_else_runs_then(
+    policy: str, url: str, tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    models = json.dumps({"rm": {**MODEL, "path": str(classifier)}})
-    where = (f"runs={tmp_path}", "name=a", f"model.path={tiny_qwen}", "--quiet")
-    assert main(["run", PIPELINE, *SMALL, f"reward.models={models}", *where]) == 0
-    directory = tmp_path / "a"
-    trace = perfetto.load(str(directory))
-    spans = {(s.stage, s.step): s for s in trace.spans}
-    assert sum(stage == "wake_rewards" for stage, _ in spans) == 2
-    assert ("val_wake_rewards", 2) in spans
-    for (stage, step), wake in spans.items():
-        if not stage.endswith("wake_rewards"):
-            continue
-        sleep = spans[stage.replace("wake", "sleep"), step]
-        assert not [s for s in trace.on("gpu") if s.begin < sleep.begin and s.end > wake.end], gantt(trace)
-        asked = [
-            m for m in trace.marks if m.args["step"] == step and bool(m.args.get("validation")) == (stage[0] == "v")
-        ]
-        assert asked
-        assert all(wake.end <= m.begin < m.end <= sleep.begin for m in asked)
-    counts = json.loads((directory / "summary.json").read_text())["rewards"]
-    assert counts["failed"] == 0
-    assert len({m.args["endpoint"] for m in trace.marks}) == 2
+    keys = [f"policy={policy}", f"model.path={tiny_qwen}", f"runs={tmp_path}", f"reward.models.rm.url={url}"]
+    assert main(["run", PIPELINE, *SMALL, *keys, "reward.models.rm.placement=colocated"]) == 0
+    counts = json.loads((tmp_path / "a" / "summary.json").read_text())["rewards"]
+    assert (counts["scored"], counts["failed"]) == (counts["requested"], 0)
+    trace = perfetto.load(str(tmp_path / "a"))
+    scoring = [s for s in trace.spans if s.stage in ("reward_request", "val_score")]
+    assert len(scoring) == 3 + 2
+    assert {s.resource for s in scoring} == {"gpu"}
+    asked = [m for m in trace.marks if m.name == "reward"]
+    assert len(asked) >= 3 * 4 * 2
+    for mark in asked:
+        assert any(s.begin <= mark.begin <= mark.end <= s.end for s in scoring)
+    woken = [begin for begin, asleep in Sleepy.changes if not asleep]
+    slept = [end for end, asleep in Sleepy.changes if asleep]
+    assert len(woken) == len(slept) == 6, "three steps, and the validations of steps 0, 2 and 3"
+    for s in trace.on("gpu"):
+        if s not in scoring:
+            assert not any(s.begin < end and s.end > begin for begin, end in zip(woken, slept, strict=True)), s.stage
     capsys.readouterr()
-    assert main(["plan", str(directory), "reward.models.rm.replicas=1"]) == 0
-    assert "model 'rm': 1 server of 4 requests" in capsys.readouterr().out
-    assert not [p for p in psutil.Process().children(recursive=True) if "models.hf.server" in " ".join(p.cmdline())]
+    assert main(["plan", str(tmp_path / "a")]) == 0
+    assert "baseline" in capsys.readouterr().out
+
+
+def pipeline(*keys: str) -> Any:
+    module = load_pipeline_file(Path(PIPELINE))
+    return module.pipeline(
+        parse_overrides(module.Config, ["reward.models.rm.url=http://h:1", "data.prompts=16", *keys])
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("policy", [*PRESETS, "both+stream"])
+def test_every_policy_runs_with_it(policy: str, staleness: int) -> None:
+    from dataclasses import replace
+
+    graph = expand(
+        pipeline("reward.models.rm.placement=colocated", "val.every=3"),
+        replace(preset(policy, 4), max_staleness=staleness),
+        steps=6,
+        mini_batches=4,
+        groups=16,
+    )
+    for seed in range(3):
+        trace, _ = simulate(graph, RandomCosts(seed, 16))
+        check_trace(trace, graph)
+
+
+def test_the_stages_that_ask_are_on_the_gpus_and_wait_for_the_whole_rollout() -> None:
+    plain, shared = pipeline(), pipeline("reward.models.rm.placement=colocated")
+    assert (plain.by_name["reward_request"].on, plain.by_name["reward_request"].grain) == ("controller", "chunk")
+    for name in ("reward_request", "val_score"):
+        assert (shared.by_name[name].on, shared.by_name[name].grain) == ("gpu", "step")
+        assert shared.by_name[name].services["sleeper"].urls == ("http://h:1",)
+    assert shared.by_name["reward_collect"].on == "reward"
+
+
+def test_a_stage_that_asks_in_another_way_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"rm.placement=colocated: stage 'greedy\w*' asks for rewards while the model"
+    ):
+        pipeline("reward.models.rm.placement=colocated", "algorithm.adv_estimator=remax")

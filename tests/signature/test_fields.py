@@ -191,7 +191,6 @@ def test_a_role_is_one_there_is() -> None:
         ({"on": 4}, "stage 'samples': on=4; give a name."),
         ({"name": 3}, "stage '3': name=3; give a name."),
         ({"name": "a[1]"}, "'a[1]' cannot be the name of a stage"),
-        ({"until": 3}, "stage 'samples': until=3; give a name."),
         ({"after": 5}, "stage 'samples': after: 5 is no name; give a name, or a list of names."),
         ({"after": ["x", 5]}, "stage 'samples': after: 5 is no name"),
         ({"renamed": {"out": 3}}, "stage 'samples': renamed: 3 is no name"),

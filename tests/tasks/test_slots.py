@@ -18,7 +18,7 @@ def filled(**resources: int | None) -> Slots:
     slots = Slots(resources)
     for priority, name in enumerate(["first", "second", "third"]):
         for resource in resources:
-            slots.add(resource, key(priority, f"{name}_{resource}"), held=False)
+            slots.add(resource, key(priority, f"{name}_{resource}"))
     return slots
 
 
@@ -48,15 +48,3 @@ def test_new_keys_give_a_new_order():
     slots = filled(gpu=None)
     slots.sort(lambda i: key(-len(i.stage), i.stage))
     assert taken(slots) == ["second_gpu", "first_gpu", "third_gpu"]
-
-
-def test_a_task_in_a_held_slot_starts_and_takes_none():
-    slots = filled(gpu=1)
-    assert taken(slots) == ["first_gpu"]
-    slots.add("gpu", key(9, "holder's"), held=True)
-    assert taken(slots) == ["holder's"]
-    assert slots.taken == {"gpu": 1}
-    slots.add("gpu", key(9, "holder's"), held=True)
-    slots.clear()
-    slots.taken["gpu"] -= 1
-    assert taken(slots) == []

@@ -1,4 +1,4 @@
-"""The servers of reward models on the timeline: their requests in flight, and when they were out."""
+"""The endpoints of reward requests on the timeline: their requests in flight, and when they were out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ FIRST, SECOND, OTHER = "http://127.0.0.1:8001", "http://127.0.0.1:8002", "https:
 
 def trace() -> Trace:
     """One step; the second server is out for 6 s, and its requests go to the first."""
-    models = {"rm": {"replicas": 2, "slots": 4, "placement": "own", "servers": [FIRST, SECOND]}}
     made = Trace(meta={"policy": "baseline", "resources": {"gpu": 1, "reward": None, "style": None}})
-    made.meta["job"] = {"model": "rm", "models": models, "pipeline": {}}
     made.add(
         Span("rollout", 1, 0, 1, "gpu", 0, 4),
         Span("reward_collect", 1, 0, 1, "reward", 4, 16, {}, "rollout[1]"),
@@ -31,7 +29,7 @@ def trace() -> Trace:
         Level("reward limit", 3.0, 8.0),
     )
     for group, (url, begin, end) in enumerate(
-        [(SECOND, 4, 5), (FIRST, 4, 8), (FIRST, 4, 9), (FIRST, 8, 12), (FIRST, 6, 13), (SECOND, 12, 16)]
+        [(FIRST, 4, 8), (SECOND, 4, 5), (FIRST, 4, 9), (FIRST, 8, 12), (FIRST, 6, 13), (SECOND, 12, 16)]
     ):
         made.add(Mark("reward", "reward", begin, end, {"step": 1, "group": group, "sample": 0, "endpoint": url}))
     made.add(Mark("reward", "style", 4, 6, {"step": 1, "group": 0, "sample": 0, "endpoint": OTHER}))
@@ -44,18 +42,18 @@ gpu               R1========~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~U1========
 reward                      C1==============================
 reward in flight            ███▆▆█████████▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃
 style in flight             ██████
-rm 0                        ▆▆▆▆▆█████████▆▆▆▆▆▆▆▆▃▃
-rm 1                        ███   xxxxxxxxxxxxxxx███████████
+127.0.0.1:8001              ▆▆▆▆▆█████████▆▆▆▆▆▆▆▆▃▃
+127.0.0.1:8002              ███   xxxxxxxxxxxxxxx███████████
 judge.example/v1            ██████
                   |0 s         |5           |10          |15
 """
 
 
-def test_servers_are_named_by_model_and_number() -> None:
+def test_servers_are_named_by_their_address() -> None:
     found = servers_of(trace())
     assert [(s.name, s.agent, len(s.marks), list(s.outages)) for s in found] == [
-        ("rm 0", "reward", 4, []),
-        ("rm 1", "reward", 2, [(6.0, 12.0)]),
+        ("127.0.0.1:8001", "reward", 4, []),
+        ("127.0.0.1:8002", "reward", 2, [(6.0, 12.0)]),
         ("judge.example/v1", "style", 1, []),
     ]
 
@@ -64,8 +62,8 @@ def test_a_server_that_does_not_come_back_is_out_to_the_end() -> None:
     cut = trace()
     cut.levels = [level for level in cut.levels if level.at != 12.0]
     cut.marks = [mark for mark in cut.marks if mark.args["endpoint"] != SECOND]
-    assert [(s.name, list(s.outages)) for s in servers_of(cut)][1] == ("rm 1", [(6.0, 20.0)])
-    assert "rm 1" in gantt(cut)
+    assert [(s.name, list(s.outages)) for s in servers_of(cut)][-1] == ("127.0.0.1:8002", [(6.0, 20.0)])
+    assert "127.0.0.1:8002" in gantt(cut)
 
 
 @pytest.mark.slow
@@ -73,7 +71,7 @@ def test_the_picture_has_a_row_for_each_server(tmp_path: Path) -> None:
     picture = tmp_path / "run.svg"
     draw(trace(), picture)
     text = picture.read_text()
-    assert all(f">{name}<" in text for name in ("rm 0", "rm 1", "judge.example/v1"))
+    assert all(f">{name}<" in text for name in ("127.0.0.1:8001", "127.0.0.1:8002", "judge.example/v1"))
     assert "a server that is out" in text
 
 
@@ -82,7 +80,7 @@ def test_a_run_without_endpoints_has_no_servers() -> None:
     bare.marks = [Mark(m.name, m.resource, m.begin, m.end, {"step": 1}) for m in bare.marks]
     bare.levels = []
     assert servers_of(bare) == []
-    assert "rm 0" not in gantt(bare)
+    assert "127.0.0.1:8001" not in gantt(bare)
 
 
 def test_golden_text() -> None:
@@ -93,10 +91,17 @@ def test_golden_text() -> None:
 
 def test_servers_have_rows_on_the_page() -> None:
     made = sheet({"run": trace()})
-    assert [row.name for row in made.rows] == ["gpu", "reward", "style", "rm 0", "rm 1", "judge.example/v1"]
+    assert [row.name for row in made.rows] == [
+        "gpu",
+        "reward",
+        "style",
+        "127.0.0.1:8001",
+        "127.0.0.1:8002",
+        "judge.example/v1",
+    ]
     assert made.most == [3, 1, 3, 1, 1]
     place = made.rows[4]
-    at = made.waits["pool"].index("rm 1")
+    at = made.waits["pool"].index("127.0.0.1:8002")
     assert (made.waits["begin"][at], made.waits["end"][at]) == (6.0, 12.0)
     assert (made.waits["top"][at], made.waits["bottom"][at]) == (place.top, place.bottom)
 
@@ -104,6 +109,8 @@ def test_servers_have_rows_on_the_page() -> None:
 def test_servers_have_counters_in_perfetto(tmp_path: Path) -> None:
     perfetto.write(trace(), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())
-    count = [(e["ts"], e["args"]["requests"]) for e in events if e["ph"] == "C" and e["name"] == "rm 1 in flight"]
+    count = [
+        (e["ts"], e["args"]["requests"]) for e in events if e["ph"] == "C" and e["name"] == "127.0.0.1:8002 in flight"
+    ]
     assert count == [(4_000_000, 1), (5_000_000, 0), (12_000_000, 1), (16_000_000, 0)]
     assert perfetto.read(tmp_path / "trace.json") == trace()

@@ -23,7 +23,7 @@ from dataflow.cluster.local import INLINE, LocalRay
 from dataflow.cluster.log import log_lines
 from dataflow.cluster.nodes import NodeRule
 from dataflow.errors import RunError
-from dataflow.executors.base import Chunk, Done, StageCall
+from dataflow.executors.base import ALONE, Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
 from dataflow.executors.ray.running import Running
 from dataflow.executors.ray.sent import Sent
@@ -84,8 +84,8 @@ class RayExecutor:
         self._ray: LocalRay | JoinedRay | None = None
         self._cluster: Membership | None = None
 
-    async def open(self, pipeline: Pipeline) -> None:
-        """Starts or joins Ray and builds the pipeline's services concurrently.
+    async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
+        """Starts or joins Ray and builds the services concurrently.
 
         Raises:
             ConfigError: the cluster cannot be reached.
@@ -94,13 +94,13 @@ class RayExecutor:
         if not self._hosts:
             self._connect()
             self._on_up("Ray")
-        staged: dict[str, dict[str, Stage]] = {}
+        staged: dict[str, dict[str, Stage]] = {name: {} for name in hosts}
         for s in pipeline.stages:
             staged.setdefault((s.host or HELPER).name, {})[s.name] = s
         saving = {s.host.name for s in pipeline.with_role("saves") if s.host is not None}
         own = {name: replace(spec, run_directory=True) for name, spec in pipeline.hosts().items() if name in saving}
-        hosts = {HELPER.name: HELPER, **pipeline.hosts(), **own}
-        specs = {name: hosts[name] for name in staged}
+        known = {HELPER.name: HELPER, **hosts, **pipeline.hosts(), **own}
+        specs = {name: known[name] for name in staged}
         self._check_gpus(specs.values())
         # The largest share of a GPU first: two small ones on one GPU could leave no GPU with room for a large one.
         for spec in sorted(specs.values(), key=lambda spec: -spec.gpus):

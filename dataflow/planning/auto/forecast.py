@@ -111,7 +111,7 @@ def forecast(
 def _in_flight(workload: Workload, seconds: Mapping[SchedulingPolicy, float | None]) -> tuple[int, float] | None:
     """Doubles the requests in flight, as long as the fastest policy gains; assumes that they take as long."""
     known = {policy: s for policy, s in seconds.items() if s is not None}
-    if not known or workload.beside or workload.rewards.servers is not None:
+    if not known or workload.beside:
         return None
     best, found = min(known, key=lambda policy: known[policy]), None
     least, number = known[best], workload.rewards.concurrency

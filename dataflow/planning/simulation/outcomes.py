@@ -80,7 +80,7 @@ class Job:
 
 
 def _without_limits(rewards: Rewards) -> Rewards:
-    return replace(rewards, concurrency=1, rpm=None, agent="continuous", servers=None)
+    return replace(rewards, concurrency=1, rpm=None, agent="continuous")
 
 
 def processes() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.errors import ConfigError, DataError
+from dataflow.errors import DataError
 from dataflow.files import nearest_path
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.sources import handmade, scalars, trace, verl
@@ -40,30 +40,10 @@ def _read(source: str, overrides: Sequence[str]) -> tuple[Workload, PlanConfig]:
         raise DataError(f"'{source}' is neither a file nor a directory; give {KINDS}.")
     if path.suffix in (".yaml", ".yml"):
         config = parse_overrides(PlanConfig, overrides, base=handmade.values(path))
-        _refuse_models(config, source)
         return handmade.workload(path, config), config
     config = parse_overrides(PlanConfig, overrides)
     if path.suffix == ".json" or (path / "trace.json").is_file():
         return trace.workload(path, config), config
     if scalars.looks_like(path):
-        _refuse_models(config, source)
         return verl.workload(path, config), config
     raise DataError(f"'{source}' cannot be planned from; give {KINDS}.")
-
-
-def _refuse_models(config: PlanConfig, source: str) -> None:
-    """Rejects reward models where no trace shows how long they take.
-
-    Raises:
-        ConfigError: one was given.
-    """
-    if config.gpus is not None:
-        raise ConfigError(
-            f"gpus={config.gpus}: '{source}' does not show how long servers take; plan from a dataflow run that served "
-            "a reward model."
-        )
-    if name := next(iter(config.reward.models), None):
-        raise ConfigError(
-            f"reward.models.{name}: '{source}' does not show how long its servers take; plan from a dataflow run that "
-            "had it, or give reward.latency and reward.concurrency alone."
-        )

@@ -1,21 +1,17 @@
-"""The reward services of a dataflow run: what its trace shows of each agent's latencies, limits and model servers."""
+"""The reward services of a dataflow run: what its trace shows of each agent's latencies and limits."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 
 from dataflow.distribution import Distribution
-from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted, nearest
 from dataflow.graph import Pipeline
-from dataflow.planning.config import AgentPlan, ModelPlan, PlanConfig
+from dataflow.planning.config import AgentPlan, PlanConfig
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.roles import Roles
-from dataflow.planning.servers.fit import fit
-from dataflow.planning.servers.service_time import Servers
 from dataflow.planning.sources.whatifs import changed
-from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
+from dataflow.timeline.agents import concurrency_of, rates_of
 from dataflow.timeline.spans import Mark, Trace
 
 
@@ -39,8 +35,7 @@ def further_services(
         plan = config.agents.get(agent, AgentPlan())
         own, known = service_of(trace, agent, (None, collect), bool(config.balance_batch))
         if known or plan.latency is not None:
-            own = changed(own, plan, f"agents.{agent}")
-            found[collect] = with_servers(trace, agent, own, config, plan, assumed)
+            found[collect] = changed(own, plan, f"agents.{agent}")
             assumed += [f"agent '{agent}': {known} latencies are those of the run.", *taken(trace, agent, plan)]
     return found
 
@@ -87,54 +82,6 @@ def validation_latency(trace: Trace, agent: str) -> Distribution | None:
     return Distribution("empirical", values=latencies) if latencies else None
 
 
-def with_servers(
-    trace: Trace, agent: str, rewards: Rewards, config: PlanConfig, plan: AgentPlan, assumed: list[str]
-) -> Rewards:
-    """Returns an agent's service with the servers of its reward model, if it has one and its times are those of the
-    run; adds what is assumed of them."""
-    found = model_of(trace, agent)
-    if found is None or plan.latency is not None:
-        return rewards
-    (name, facts), own = found, config.reward.models.get(found[0], ModelPlan())
-    asked = _asked(trace, agent)
-    before, slots = int(facts["replicas"]), int(facts["slots"])
-    if before > 1 and not any("endpoint" in m.args for m in asked):
-        assumed.append(
-            f"model '{name}': the trace does not say which server had a request, so its servers are not told."
-        )
-        return rewards
-    fitted = fit(asked, slots)
-    if fitted is None:
-        return rewards
-    time, alone = fitted
-    known = concurrency_of(trace, agent) or rewards.concurrency
-    filled = plan.concurrency is None and rewards.concurrency == before * slots and fills_servers(trace, agent)
-    job = trace.meta["job"]
-    gpus = {"gpus": int(facts.get("gpus", 1)), "training_gpus": int(job.get("gpus", 0))}
-    replicas, slots_now = own.replicas or before, own.max_num_seqs or slots
-    servers = Servers(name, replicas, slots_now, time, filled, **gpus, wake_s=own.wake)
-    if filled:
-        rewards = replace(rewards, concurrency=servers.replicas * servers.slots)
-    way = "a batch of n" if time.batches else "a request beside n - 1 others"
-    assumed.append(
-        f"model '{name}': {counted(servers.replicas, 'server')} of {counted(servers.slots, 'request')}, "
-        f"{rewards.concurrency} in flight in all; {way} takes {figure(time.base, 3)} + {figure(time.each, 3)} n "
-        "seconds, as in the run."
-    )
-    before_n, n = Servers(name, before, slots, time).busiest(known), servers.busiest(rewards.concurrency)
-    if time.known and n > 1.5 * before_n:
-        assumed.append(
-            f"model '{name}': {n:,} requests in flight at a server are more than the {before_n:,} of the run; their "
-            "time is extrapolated."
-        )
-    if not time.known:
-        assumed.append(
-            f"model '{name}': its servers always had the same number of requests in flight, so that their time with "
-            "another one is a guess; a run with more requests a step than fit into them says more."
-        )
-    return replace(rewards, latency=Distribution("empirical", values=alone), servers=servers, steps={})
-
-
 def taken(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
     """Returns what a plan takes over from an agent of the run, and what it leaves out."""
     rpm, tpm = rates_of(trace, agent)
@@ -151,30 +98,13 @@ def taken(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
     return said
 
 
-def check_models(trace: Trace, config: PlanConfig, source: str) -> None:
-    """Checks that the run served the reward models of ``reward.models``.
-
-    Raises:
-        ConfigError: it did not.
-    """
-    models = [found[0] for agent in agents_of(trace) if (found := model_of(trace, agent)) is not None]
-    if unknown := [name for name in config.reward.models if name not in models]:
-        if unknown[0] in ((trace.meta.get("job") or {}).get("models") or {}):
-            raise ConfigError(
-                f"reward.models.{unknown[0]}: a function of the run of {source} asked its servers, so that the trace "
-                "does not show their requests; leave it out."
-            )
-        guess = nearest(unknown[0], models) or f"; it has {', '.join(models) or 'none'}."
-        raise ConfigError(f"reward.models.{unknown[0]}: the run of {source} has no reward model of this name{guess}")
-
-
 def check_keys(config: PlanConfig, pipeline: Pipeline, source: str) -> None:
     """Checks the keys of the reward service where no stage sends it requests.
 
     Raises:
         ConfigError: no stage collects rewards, or the keys do not say what the stage that does would ask.
     """
-    given = sorted(config.reward.model_fields_set - {"models"})
+    given = sorted(config.reward.model_fields_set)
     if not given:
         return
     if (collector := pipeline.collector) is None:

@@ -11,18 +11,16 @@ from typing import Any, Literal
 from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, DataError, counted
 from dataflow.graph import Pipeline
-from dataflow.planning.config import LogPlan, PlanConfig, RewardPlan
+from dataflow.planning.config import AgentPlan, LogPlan, PlanConfig
 from dataflow.planning.planner import name_of
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.roles import Roles
 from dataflow.planning.sources.services import (
     check_keys,
-    check_models,
     further_services,
     service_of,
     taken,
     validation_latency,
-    with_servers,
 )
 from dataflow.planning.sources.whatifs import changed, given_times, refuse_log
 from dataflow.planning.workload import Logged, Measured, StageTime, Workload
@@ -78,7 +76,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     if config.validation.every is not None:
         pipeline = _repeated(pipeline, "validates", "validation", config.validation.every, trace, source)
     # A collecting stage that asks for its rewards itself takes its measured time, unless the keys say what it asks.
-    asks_itself = Roles.of(pipeline).collect is None and config.reward != RewardPlan(models=config.reward.models)
+    asks_itself = Roles.of(pipeline).collect is None and config.reward != AgentPlan()
     roles = Roles.of(pipeline, asks_itself)
     if roles.collect is None or asks_itself:
         check_keys(config, pipeline, source)
@@ -103,14 +101,12 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     collector = pipeline.collector
     agent = collector.on if collector is not None else "reward"
     spread = bool(config.balance_batch)
-    check_models(trace, config, source)
     own, known = service_of(trace, agent, (None, roles.collect), spread)
     if roles.collect is not None and not known and not asks_itself:
         own = _unrecorded(own, config, source, roles.collect)
     elif config.log != LogPlan():
         refuse_log(config, f"the trace of {source}", "says what it was")
     rewards = changed(own, config.reward, "reward")
-    rewards = with_servers(trace, agent, rewards, config, config.reward, assumed)
     assumed[:0] = [
         _origin(pipeline, roles, known, config.reward.latency is not None),
         *taken(trace, agent, config.reward),
@@ -124,8 +120,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         scored = sum(bool(m.args.get("validation")) for m in trace.marks)
         times_scored = len({m.args.get("step") for m in trace.marks if m.args.get("validation")})
         samples = scored // times_scored if times_scored else 0
-        measured = config.reward.latency is None and rewards.servers is None
-        latency = validation_latency(trace, agent) if measured else None
+        latency = validation_latency(trace, agent) if config.reward.latency is None else None
         validation = Validation(optional.every, samples, config.validation.pool, latency=latency)
     said_by = agent if known else "log" if config.log.concurrency else ""
     dispatch = _dispatch(trace)

@@ -23,7 +23,7 @@ def changed(rewards: Rewards, plan: AgentPlan, key: str) -> Rewards:
         key: their section, for messages.
     """
     if plan.latency is not None:
-        rewards = replace(rewards, latency=parse_distribution(plan.latency, f"{key}.latency"), servers=None, steps={})
+        rewards = replace(rewards, latency=parse_distribution(plan.latency, f"{key}.latency"), steps={})
     concurrency, rpm = plan.concurrency or rewards.concurrency, plan.rpm or rewards.rpm
     return replace(rewards, concurrency=concurrency, rpm=rpm, agent=plan.agent)
 

@@ -13,8 +13,6 @@ from dataflow.models.chat import calls_of, text_of, without
 from dataflow.models.directory import room_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.judge.rubric import question_of
-from dataflow.usercode.failures import attempt
-from dataflow.usercode.load import describe
 
 
 def messages_of(solution: str, extra_info: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -83,15 +81,16 @@ class Renderer:
         Raises:
             ValueError: the template cannot be applied to the chat.
         """
-        text, error = attempt(
-            self._tokenizer.apply_chat_template,
-            [self._rendered(turn) for turn in chat],
-            tokenize=False,
-            chat_template=self._template,
-            add_generation_prompt=False,
-        )
-        if error is not None:
-            raise ValueError(f"the chat template cannot be applied to the conversation: {describe(error)}") from error
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [self._rendered(turn) for turn in chat],
+                tokenize=False,
+                chat_template=self._template,
+                add_generation_prompt=False,
+            )
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the chat template cannot be applied to the conversation: {why}") from error
         ids = self._encode(str(text), False)
         begin, end = self._begin, self._end
         if begin and ids[: len(begin)] != begin:
@@ -139,14 +138,14 @@ def check_template(tokenizer: Any, template: str | None, where: str) -> None:
     written = []
     for response in ("one", "two"):
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": response}]
-        text, error = attempt(tokenizer.apply_chat_template, chat, tokenize=False, chat_template=template)
-        if error is not None:
+        try:
+            written.append(tokenizer.apply_chat_template(chat, tokenize=False, chat_template=template))
+        except Exception as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
                 f"{where}: the chat template cannot be applied to a question and its answer ({type(error).__name__}: "
                 f"{reason}); correct it, or give another as template."
             ) from error
-        written.append(text)
     if written[0] == written[1]:
         raise ConfigError(
             f"{where}: the chat template writes the same for two responses, so that all would have one score; let it "

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dataflow.cluster.gpus import check_count
+from dataflow.cluster.gpus import check_count, visible_gpus
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.pipeline_file import pipeline_of
 from dataflow.config.loading.saved import PACKAGES
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, NotChecked
 from dataflow.rewards.judge.client import check_judge
-from dataflow.rewards.models.gpus import visible_gpus
 from dataflow.rewards.naming import keyed
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.preparing.cluster import check_cluster
 from dataflow.running.preparing.machine import GIB, GpuMemory, cpu_memory, free_disk, gpu_memory
 from dataflow.running.preparing.memory import Need, Part, gib, need_of, peak, shown
 from dataflow.running.preparing.preparation import Preparation
+from dataflow.running.services.served_models import model_hosts
 from dataflow.system.extras import mismatched, not_installed
 
 _LEAST_DISK = GIB // 10
@@ -71,7 +71,9 @@ class Needs:
                 yield Check("judge" if len(prepared.judges) == 1 else f"judge of {name}", partial(self._judge, name))
         gpus = prepared.gpus
         if config.executor == "ray" and config.ray.address is not None:
-            yield Check("cluster", lambda: check_cluster(config, prepared.hosts), ("pipeline",))
+            yield Check(
+                "cluster", lambda: check_cluster(config, {**prepared.hosts, **model_hosts(config)}), ("pipeline",)
+            )
         if gpus and config.ray.address is None:
             yield Check("GPUs", lambda: check_count(gpus, len(visible_gpus())))
         if not isinstance(config, RunConfig) or (hasattr(prepared, "graph") and not prepared.hosts):

@@ -95,7 +95,9 @@ class Preparation:
     def gpus(self) -> int:
         """The number of GPUs that the services need; without a graph as the configuration alone tells it."""
         if hasattr(self, "graph"):
-            return gpus_of(self.hosts.values())
+            from dataflow.running.services.served_models import model_hosts
+
+            return gpus_of([*self.hosts.values(), *model_hosts(self.config).values()])
         return self.config.gpus if self.config.ray.gpus_per_worker else 0
 
     @property
@@ -221,7 +223,7 @@ class Preparation:
         from dataflow.stages.scoring.normalize import normalizes
 
         pipeline, agents = self.graph.pipeline, self.agents
-        check_models(self.config, agents, pipeline.hosts().values())
+        check_models(self.config, agents)
         for name in agents:
             rule = rule_of(self.config, source_of(self.config, name))
             if rule == "running" and not normalizes(pipeline.stages, name):

@@ -31,11 +31,12 @@ REWARD = "dataflow.running.services.agent:build_agent"
 ROUTER = "127.0.0.1:0"
 """Address of the reward models for users' functions while it is not known."""
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
-# Shares of a GPU for trainer, critic and engine. On a shared GPU the trainer's share is over half of it, the critic's
-# over half of the rest, and so on, so that Ray, which places the largest shares first, puts no two ranks on one GPU.
-_SHARES = {
-    ("colocated", False): (0.6, 0.0, 0.3),
-    ("colocated", True): (0.6, 0.24, 0.15),
+# Shares of a GPU for trainer, critic and engine; colocated reward models have the rest. On a shared GPU the trainer's
+# share is over half of it, the critic's over half of the rest, and so on, so that Ray, which places the largest shares
+# first, puts no two ranks on one GPU.
+SHARES = {
+    ("colocated", False): (0.6, 0.0, 0.25),
+    ("colocated", True): (0.6, 0.24, 0.1),
     ("disaggregated", False): (1.0, 0.0, 1.0),
     ("disaggregated", True): (0.6, 0.4, 1.0),
 }
@@ -106,7 +107,7 @@ def pools_of(config: Any, *, critic: bool = False) -> Pools:
             f"ray.gpus_per_worker={gpus:g}: trainer and critic share whole GPUs; give 1, a rank for each GPU "
             "(trainer.world_size)."
         )
-    trainer_share, critic_share, engine_share = _SHARES[config.placement, critic]
+    trainer_share, critic_share, engine_share = SHARES[config.placement, critic]
     training, sampling = ("train", "rollout") if apart else ("gpu", "gpu")
     if config.engine.rollout == "server":
         engine_share = 0.0  # their GPUs are elsewhere

@@ -34,7 +34,10 @@ def node_rules(config: Any) -> dict[str, NodeRule]:
     Args:
         config: a :class:`~dataflow.config.base.BaseConfig`.
     """
-    return {name: NodeRule(each.labels, each.strategy) for name, each in config.ray.nodes.items()}
+    rules = {name: NodeRule(each.labels, each.strategy) for name, each in config.ray.nodes.items()}
+    models = getattr(getattr(config, "reward", None), "models", {})
+    served = {name: model for name, model in models.items() if name in rules}
+    return {**rules, **{f"{name}-{n}": rules[name] for name, model in served.items() for n in range(model.replicas)}}
 
 
 def check_nodes(config: Any, hosts: Mapping[str, Hosted]) -> None:
@@ -56,6 +59,8 @@ def check_nodes(config: Any, hosts: Mapping[str, Hosted]) -> None:
             raise ConfigError(
                 f"{key}: a service and a reward model have that name; give section reward.models.{name} another one."
             )
+        if name in models and config.ray.nodes[name].strategy != "pack":
+            raise ConfigError(f"{key}.strategy has no effect: Ray places each server by itself; leave it out.")
         if name not in known and name in models:
             raise ConfigError(f"{key} has no effect: reward.models.{name}.url names servers elsewhere; leave it out.")
         if name not in known:

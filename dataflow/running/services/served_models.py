@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from loguru import logger
 
-from dataflow.config.reward import JudgeConfig, Source, model_of, source_of, sources_of
+from dataflow.cluster.joined import own_address
+from dataflow.config.reward import JudgeConfig, Source, asked_of, model_of, source_of, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.engines.choice import vllm_device
-from dataflow.errors import ConfigError, ModelError, RunError, nearest
+from dataflow.errors import ConfigError, ModelError, RunError, counted, nearest
+from dataflow.executors.base import Executor
 from dataflow.files import no_file
 from dataflow.models.directory import chat_template, check_chat, check_classifier, room_of
 from dataflow.models.head import labels_of
@@ -24,53 +28,49 @@ from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.functions import load_reward, takes
 from dataflow.rewards.managers import scores_alone
 from dataflow.rewards.models.conversation import check_template, read_template
-from dataflow.rewards.models.gpus import VISIBLE, GpuPlan, Wanted, plan_gpus, visible_gpus
-from dataflow.rewards.models.keeper import ModelServers
-from dataflow.rewards.models.router_keeper import RouterKeeper
-from dataflow.rewards.models.site import Site
+from dataflow.rewards.models.server import CLOSE_S, Child, Port, router_command, serve_command
 from dataflow.rewards.naming import keyed
-from dataflow.running.services.colocation import flag_of, sleepers_of
-from dataflow.running.services.hosting import REWARD, gpus_of
-from dataflow.running.services.nodes import CONTROLLER, on_cluster
-from dataflow.running.services.placed_models import PlacedModel, is_placed, listening_address, plan_of
+from dataflow.running.services.hosting import SHARES
+from dataflow.running.services.nodes import model_files, on_cluster
 from dataflow.stage import Hosted
+from dataflow.system.extras import not_installed
+from dataflow.system.loopback import ADDRESS
 
 LOGS = "servers"
 """Directory of the servers' logs in a run's directory."""
-SAID_S = 30.0
-"""Seconds after which a start that takes long is said, again and again."""
+SERVER = "dataflow.rewards.models.server:ModelServer"
 
 
-def check_models(config: RunConfig, agents: Iterable[str], hosts: Iterable[Hosted] = ()) -> None:
+def check_models(config: RunConfig, agents: Iterable[str]) -> None:
     """Checks the reward models of a run, without starting anything.
 
     Args:
         config: of the run.
         agents: names of its reward agents.
-        hosts: of all its services, whose GPUs are not free.
 
     Raises:
         ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
     """
-    models, scoring, asked, free = config.reward.models, set[str](), False, list[str]()
+    models, scoring, asked, free = config.reward.models, set[str](), set[str](), list[str]()
     for name in agents:
         source = source_of(config, name)
-        scorer = model_of(config, source)
-        if scorer is not None and scorer not in models:
-            words = keyed(f"reward.model={scorer}: there is no reward model of that name", name)
+        scorer, named = model_of(config, source), source.options.model
+        if named is not None and named not in models:
+            words = keyed(f"reward.model={named}: there is no reward model of that name", name)
             others = f"name one of reward.models ({', '.join(models)}), or " if models else ""
-            raise ConfigError(f"{words}{nearest(scorer, models) or f'; {others}give reward.models.{scorer}.path.'}")
+            raise ConfigError(f"{words}{nearest(named, models) or f'; {others}give reward.models.{named}.path.'}")
         try:
             _check_effect(source, scorer)
+            if models and source.custom.path is not None:
+                asked |= _asked(config, source)
         except ConfigError as error:
             raise ConfigError(keyed(str(error), name)) from error
         if scorer is not None:
             scoring.add(scorer)
         elif source.custom.path is None:
             free.append(name)
-        asked |= bool(models) and _asks(source)
     for name, model in models.items():
-        if name not in scoring and not asked:
+        if name not in scoring and name not in asked:
             raise ConfigError(
                 f"reward.models.{name}: no reward agent uses it; "
                 f"{f'give {free[0]}.model={name}, or ' if free else ''}leave it out (a function asks it only with a "
@@ -82,11 +82,10 @@ def check_models(config: RunConfig, agents: Iterable[str], hosts: Iterable[Hoste
                 "answers; leave it out."
             )
         try:
+            _check_place(config, model)
             _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu", name in scoring)
         except (ConfigError, ModelError) as error:
             raise ConfigError(f"reward.models.{name}: {error}") from error
-    if config.ray.gpus_per_worker:
-        _gpus(config, hosts)
 
 
 def _check_effect(source: Source, scorer: str | None) -> None:
@@ -95,12 +94,7 @@ def _check_effect(source: Source, scorer: str | None) -> None:
     Raises:
         ConfigError: one is, by its name in the agent reward.
     """
-    options, custom, judge = source.options, source.custom, source.judge
-    if scorer is not None and custom.path is not None:
-        raise ConfigError(
-            f"reward.model={scorer} has no effect: the function of custom_reward_function.path={custom.path} scores, "
-            "and reaches all models at reward_router_address; leave one of the two out."
-        )
+    options, judge = source.options, source.judge
     changed = [key for key, value in JudgeConfig() if key not in _STAND_IN and getattr(judge, key) != value]
     if changed and scores_alone(options.manager, options.manager_path):
         raise ConfigError(f"judge.{changed[0]} has no effect: reward.manager={options.manager} scores; leave it out.")
@@ -121,34 +115,58 @@ _STAND_IN = ("latency", "time_scale")
 """Keys of the judge's stand-in, which recipes and scripts set for whatever scores."""
 
 
-def _asks(source: Source) -> bool:
-    """Whether an agent's function asks the run's models at the address of their router."""
-    path = source.custom.path
-    if path is None or source.options.router_address is not None:
-        return False
-    found = load_reward(path, source.custom.name, source.custom.reward_kwargs)
-    return takes(found, "reward_router_address") and "reward_router_address" not in source.custom.reward_kwargs
-
-
-def _gpus(config: RunConfig, hosts: Iterable[Hosted]) -> GpuPlan:
-    """Returns the GPUs of the servers and of the run.
+def _asked(config: RunConfig, source: Source) -> set[str]:
+    """Returns the model that an agent's function asks at ``reward_router_address``, if it does.
 
     Raises:
-        ConfigError: there are too few, or servers of a cluster would share them.
+        ConfigError: ``reward.model`` does not name it although there are several, or names it without effect.
     """
-    wanted = {
-        name: Wanted(model.replicas, model.tensor_parallel, model.placement == "own")
-        for name, model in config.reward.models.items()
-        if model.url is None
-    }
-    if on_cluster(config):  # Ray gives the servers their GPUs
-        if shared := [name for name, each in wanted.items() if not each.own]:
+    custom, options = source.custom, source.options
+    assert custom.path is not None
+    found = load_reward(custom.path, custom.name, custom.reward_kwargs)
+    asks = takes(found, "reward_router_address") and "reward_router_address" not in custom.reward_kwargs
+    if not asks or options.router_address is not None:
+        if options.model is not None:
             raise ConfigError(
-                f"reward.models.{shared[0]}.placement=colocated: on a cluster (ray.address) servers cannot share the "
-                "GPUs of trainer and engine; give placement=own, or the url of servers that run elsewhere."
+                f"reward.model={options.model} has no effect: the function of custom_reward_function.path="
+                f"{custom.path} scores, and does not ask it (reward_router_address); leave it out."
             )
-        return GpuPlan([], {})
-    return plan_gpus(wanted, gpus_of(hosts), visible_gpus()) if wanted else GpuPlan([], {})
+        return set()
+    if (model := asked_of(config, source)) is None:
+        raise ConfigError(
+            f"the function of custom_reward_function.path={custom.path} asks one reward model (reward_router_address), "
+            f"and there are {', '.join(config.reward.models)}; name it with reward.model."
+        )
+    return {model}
+
+
+def _check_place(config: RunConfig, model: ServedModelConfig) -> None:
+    """Checks that a model can be where it shall be, and that what serves it is installed."""
+    many = (model.servers > 1 or on_cluster(config)) and len(model.given_urls) != 1
+    if many and (why := not_installed("vllm_router")) is not None:
+        raise ConfigError(why)
+    gpus = bool(config.ray.gpus_per_worker)
+    if model.url is None and gpus and config.executor != "ray":
+        raise ConfigError("Ray gives servers their GPUs; give executor=ray, or the url of servers that run elsewhere.")
+    if model.placement != "colocated" or model.url is not None:
+        return
+    if not gpus:
+        raise ConfigError("placement=colocated: vLLM cannot sleep on a CPU; give placement=own.")
+    if on_cluster(config):
+        raise ConfigError(
+            "placement=colocated: on a cluster (ray.address) servers cannot share the GPUs of trainer and engine; give "
+            "placement=own, or the url of servers that run elsewhere."
+        )
+    if config.placement != "colocated":
+        raise ConfigError(
+            f"placement=colocated: with placement={config.placement} of the run trainer and engine share no GPUs that "
+            "the model could share, too; give the model placement=own."
+        )
+    if (wanted := model.replicas * model.tensor_parallel) > config.trainer.world_size:
+        raise ConfigError(
+            f"placement=colocated: its servers need {counted(wanted, 'GPU')}, and trainer and engine have "
+            f"{config.trainer.world_size}; lower replicas or tensor_parallel."
+        )
 
 
 def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
@@ -162,7 +180,7 @@ def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
     if model.kind == "chat":
         check_chat(path)
     else:
-        check_classifier(path, model.kind, model.engine)
+        check_classifier(path, model.kind)
         labels = labels_of(path)
         if scores and labels not in (None, 1):
             raise ConfigError(
@@ -184,129 +202,203 @@ def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
         given, default = getattr(model, key), ServedModelConfig.model_fields[key].default
         if given != default and device == "cpu":
             raise ConfigError(f"{key}={given}: this run has no GPUs (ray.gpus_per_worker=0); leave it out.")
-    if model.engine == "vllm" and (found := vllm_device()) != device:
+    if (found := vllm_device()) != device:
         there = "is not installed" if found is None else f"that is installed is for {_DEVICES[found]}"
         raise ConfigError(
             f"vLLM {there}, and this run serves its models on {_DEVICES[device]}; pip install "
-            f"'dataflow-rl[{'cpu' if device == 'cpu' else 'gpu'}]', give engine=hf for a tiny classifier, or the url "
-            "of a server."
+            f"'dataflow-rl[{'cpu' if device == 'cpu' else 'gpu'}]', or give the url of a server."
         )
 
 
 _DEVICES = {"cpu": "the CPU", "cuda": "GPUs"}
 
 
-class ServedModels:
-    """The servers of the reward models that have no address, and one address of all models for users' functions.
+def model_hosts(
+    config: Any, directory: Path = Path(), ports: Mapping[str, Sequence[Port]] | None = None
+) -> dict[str, Hosted]:
+    """Returns the hosts of the servers of the reward models that a run serves, by name (``rm-0``).
 
-    A context manager, which writes the addresses into the configuration.
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`; others have no reward models.
+        directory: of the run, for the servers' logs.
+        ports: on which the servers of a model listen; those of other models choose one on their node.
+    """
+    if not isinstance(config, RunConfig):
+        return {}
+    gpus, found = bool(config.ray.gpus_per_worker), dict[str, Hosted]()
+    device = "cuda" if gpus else "cpu"
+    left = 1 - sum(SHARES["colocated", hasattr(config, "critic")])
+    for name, model in config.reward.models.items():
+        if model.url is not None:
+            continue
+        shares, share = model.placement == "colocated", float(gpus)
+        if shares and gpus:
+            # Over half of what is left of a GPU, so that Ray puts no two servers of a model on one.
+            share = math.floor(left * 6000) / 10000
+            left -= share
+        options = model.server_options()
+        key = f"reward.models.{name}"
+        for number in range(model.replicas):
+            server = f"{name}-{number}"
+            found[server] = Hosted(
+                server,
+                SERVER,
+                {
+                    "what": f"reward model '{name}': server {number}",
+                    "words": serve_command(name, device=device, **options),
+                    "log": str(directory.absolute() / LOGS / f"{server}.log"),
+                    "port": ports[name][number].number if ports and name in ports else None,
+                    "device": device,
+                    "threads": config.trainer.threads,
+                    "sleeps": shares,
+                    "start_s": model.start_timeout,
+                },
+                gpus=share,
+                devices=model.tensor_parallel,
+                concurrent=True,
+                alone=shares and gpus,
+                close_s=2 * CLOSE_S,
+                here=not gpus,
+                run_directory=True,
+                **model_files(model.path, f"{key}.path", {f"{key}.template": model.template}),
+            )
+    return found
+
+
+class ServedModels:
+    """The servers of a run's reward models, and the routers in front of several.
+
+    A context manager, which writes the addresses into the configuration. The executor of each attempt hosts the
+    servers; the routers are child processes of the run's own.
 
     Args:
         config: of the run.
-        directory: of the run, for the servers' logs.
-        on_lost: called from any thread when a model cannot be served any more.
-        hosts: of the run's services.
+        directory: of the run, for the logs.
+        on_lost: called when a model cannot be served any more.
+        askers: names of the services that send requests.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        directory: Path,
-        on_lost: Callable[[RunError], None],
-        hosts: Iterable[Hosted] = (),
+        self, config: RunConfig, directory: Path, on_lost: Callable[[RunError], None], askers: Iterable[str] = ()
     ) -> None:
-        self._gpus = _gpus(config, hosts) if config.ray.gpus_per_worker else GpuPlan([], {})
-        self._models: list[ModelServers] = []
         self._config, self._directory, self._on_lost = config, directory, on_lost
-        self._askers = [CONTROLLER, *(host.name for host in hosts if host.factory == REWARD)]
+        elsewhere = on_cluster(config) and any(name in config.ray.nodes for name in askers)
+        self._address = own_address() if elsewhere else ADDRESS
         self._stack = contextlib.ExitStack()
+        self._models = dict(config.reward.models)
+        self._routers: dict[str, tuple[Port, Port]] = {}
+        self._children: list[Child] = []
+        self._keeping: list[asyncio.Task[None]] = []
+        self._restarted = dict.fromkeys(self._models, 0)
+        self._lost: set[str] = set()
+        self.hosts: dict[str, Hosted] = {}
 
     def __enter__(self) -> ServedModels:
-        address = listening_address(self._config, self._askers)
-        with contextlib.ExitStack() as stack:
-            served = {name: model for name, model in self._config.reward.models.items() if model.url is None}
-            sites = {name: self._sites(name, model, address, stack) for name, model in served.items()}
-            for name, model in served.items():
-                servers = self._servers(name, model, sites[name])
-                self._models.append(stack.enter_context(servers))
-                model.url = list(servers.urls)
-            if self._gpus.servers:
-                stack.enter_context(_visible(self._gpus.run))
-            if self._gpus.servers and sleepers_of(self._config):
-                # vLLM measures the free memory of its GPUs when it starts: before trainer and engine take theirs.
-                asyncio.run(self.ready())
-            functions = [source.options for source in sources_of(self._config) if source.custom.path]
-            if asking := [options for options in functions if options.router_address is None]:
-                models = {name: model.client_options(name) for name, model in self._config.reward.models.items()}
-                router = stack.enter_context(RouterKeeper(models, self._on_lost, address=address))
-                for options in asking:
-                    options.router_address = router.address
-            self._stack = stack.pop_all()
+        ports: dict[str, list[Port]] = {}
+        for name, model in self._models.items():
+            here = not on_cluster(self._config) or not (
+                self._config.ray.gpus_per_worker or name in self._config.ray.nodes
+            )
+            if model.url is None and here:
+                address = self._address if model.replicas == 1 else ADDRESS
+                ports[name] = [self._port(address) for _ in range(model.replicas)]
+            servers = tuple(port.url for port in ports.get(name, ())) or model.given_urls
+            base = servers[0] if servers else ""
+            if len(servers) != 1:
+                self._routers[name] = self._port(self._address), self._port(ADDRESS)
+                base = self._routers[name][0].url
+            model.serve_at(base, servers)
+        self.hosts = model_hosts(self._config, self._directory, ports)
+        for source in sources_of(self._config):
+            asked = asked_of(self._config, source)
+            if asked is not None and source.options.router_address is None:
+                source.options.router_address = urlsplit(str(self._models[asked].base)).netloc
         return self
 
-    def _sites(self, name: str, model: ServedModelConfig, address: str, stack: contextlib.ExitStack) -> Sequence[Site]:
-        """Returns the places of a model's servers: of its own, on nodes of the cluster, or on this machine."""
-        config = self._config
-        plan = plan_of(name, model, "cuda" if config.ray.gpus_per_worker else "cpu", config.trainer.threads)
-        if is_placed(config, name):
-            placed = PlacedModel(name, model, config, plan, self._directory, address)
-            return stack.enter_context(placed).sites
-        gpus = self._gpus.servers.get(name, ())
-        return [plan.site(address, gpus[number] if gpus else None) for number in range(model.replicas)]
+    def _port(self, address: str) -> Port:
+        port = Port(address)
+        self._stack.callback(port.close)
+        return port
 
-    def _servers(self, name: str, model: ServedModelConfig, sites: Sequence[Site]) -> ModelServers:
-        return ModelServers(
-            name,
-            sites,
-            logs=self._directory / LOGS,
-            start_s=model.start_timeout,
-            restarts=model.restarts,
-            on_lost=self._on_lost,
-            flag=self._directory / flag_of(name) if model.placement == "colocated" else None,
-        )
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    @property
-    def waits(self) -> bool:
-        """Whether :meth:`ready` has anything to wait for."""
-        return bool(self._models or sleepers_of(self._config))
 
     def facts(self) -> dict[str, Any]:
         """Returns what the summary says about the models that the run serves."""
-        found = {each.name: {"servers": len(each.urls), "restarts": each.restarted} for each in self._models}
+        found = {
+            name: {"servers": model.replicas, "restarts": self._restarted[name]}
+            for name, model in self._models.items()
+            if model.url is None
+        }
         return {"reward_models": found} if found else {}
 
-    async def ready(self) -> None:
-        """Waits until all servers answer, and puts those that share GPUs to sleep.
+    async def open(self, executor: Executor) -> None:
+        """Waits until all servers answer, starts the routers, and restarts from now on what dies.
 
         Raises:
-            RunError: one did not start, or cannot sleep.
+            RunError: one did not start.
         """
-        left: Any = {asyncio.wrap_future(servers.ready) for servers in self._models}
-        for each in left:  # the run may be cancelled with the same error before it is read here
-            each.add_done_callback(lambda done: done.cancelled() or done.exception())
-        while left:
-            done, left = await asyncio.wait(left, timeout=SAID_S, return_when=asyncio.FIRST_EXCEPTION)
-            for each in done:
-                each.result()
-            if left:
-                waited = [servers.words for servers in self._models if not servers.ready.done()]
-                logger.info(f"{'; '.join(waited)}: the others are starting")
-        for sleeper in sleepers_of(self._config):
-            await sleeper.sleep()
+        waits = [executor.ask(server, "ready") for server in self.hosts]
+        urls = dict(zip(self.hosts, await asyncio.gather(*waits), strict=True))
+        for name, (port, metrics) in self._routers.items():
+            model = self._models[name]
+            servers = (
+                [urls[f"{name}-{number}"] for number in range(model.replicas)] if model.url is None else model.urls
+            )
+            words = router_command(servers, port.number, metrics.number, model.routing, self._address)
+            log = self._directory / LOGS / f"{name}-router.log"
+            child = Child(words, port.url, log, os.environ, model.start_timeout, f"reward model '{name}': its router")
+            self._children.append(child)
+            child.start()
+        await asyncio.gather(*(asyncio.to_thread(child.wait_ready) for child in self._children))
+        for name, child in zip(self._routers, self._children, strict=True):
+            self._keep(name, "its router", child.ended, child.restart)
+        for name, model in self._models.items():
+            for number in range(model.replicas if model.url is None else 0):
+                ask = partial(executor.ask, f"{name}-{number}")
+                self._keep(name, f"server {number}", partial(ask, "ended"), partial(ask, "restart"))
 
+    def _keep(
+        self, name: str, what: str, ended: Callable[[], Awaitable[str]], restart: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._keeping.append(asyncio.create_task(self._kept(name, what, ended, restart)))
 
-@contextlib.contextmanager
-def _visible(gpus: Sequence[str]) -> Iterator[None]:
-    """Shows only these GPUs to Ray and to this process's workers."""
-    before = {name: value for name, value in os.environ.items() if name == VISIBLE}
-    os.environ[VISIBLE] = ",".join(gpus)
-    try:
-        yield
-    finally:
-        os.environ.pop(VISIBLE, None)
-        os.environ |= before
+    async def _kept(
+        self, name: str, what: str, ended: Callable[[], Awaitable[str]], restart: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Restarts a process of a model as often as it dies and may be restarted."""
+        most = self._models[name].restarts
+        try:
+            while True:
+                reason = await ended()
+                why = f"reward model '{name}': {what} ended ({reason})"
+                if self._restarted[name] >= most:
+                    raise RunError(
+                        f"{why}, after {self._restarted[name]} restarts (reward.models.{name}.restarts={most}); see "
+                        f"the logs in {self._directory / LOGS}."
+                    )
+                self._restarted[name] += 1
+                logger.warning(
+                    f"{why}: restart {self._restarted[name]} of {most}; requests in flight there are sent again."
+                )
+                await restart()
+        except Exception as error:
+            lost = error if isinstance(error, RunError) else RunError(f"reward model '{name}': {what} is lost: {error}")
+            self._lose(name, what, lost)
+
+    def _lose(self, name: str, what: str, error: RunError) -> None:
+        self._lost.add(f"{name} {what}")
+        model = self._models[name]
+        left = model.replicas - len([each for each in self._lost if each.startswith(f"{name} ")])
+        if model.url is None and left > 0 and what != "its router":
+            logger.warning(f"{str(error).rstrip('.')}; the run goes on with {left} of its servers.")
+        else:
+            self._on_lost(error)
+
+    async def close(self) -> None:
+        """Ends the routers; the executor ends the servers."""
+        for keeping in self._keeping:
+            keeping.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(child.close) for child in self._children))
+        self._keeping, self._children = [], []

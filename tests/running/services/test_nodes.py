@@ -172,7 +172,7 @@ def test_an_agent_names_what_it_reads_for_its_requests_and_its_cache(tmp_path: P
         "reward.models.rm.path": str(Path("rm").absolute()),
         "reward.models.rm.template": str(Path("t.jinja").absolute()),
     }
-    chat = "{path: rm, kind: chat, engine: vllm, prompt: {template: grade.txt}}"
+    chat = "{path: rm, kind: chat, prompt: {template: grade.txt}}"
     rubric = gsm8k_grpo.pipeline(config("name=a", f"reward.models.rm={chat}")).hosts()["reward"]
     assert rubric.files == {"reward.models.rm.prompt.template": str(Path("grade.txt").absolute())}
     rule = two_judges.pipeline(parse_overrides(two_judges.Config, ["name=a", "rule.cache=r.sqlite"])).hosts()["rule"]

@@ -84,18 +84,9 @@ def test_a_client_knows_its_servers_and_how_many_requests_they_take(rm: Path) ->
     host = reward_host(found)
     assert host.options["options"].concurrency == 15
     kwargs = host.options["default"]["kwargs"]
-    assert (kwargs["name"], kwargs["url"], kwargs["path"], kwargs["slots"]) == ("rm", None, str(rm), 5)
-    assert set(kwargs) - {"name", "url", "path", "slots"} == {
-        "kind",
-        "template",
-        "max_model_len",
-        "routing",
-        "timeout",
-        "normalize",
-        "prompt",
-    }
-    found.reward.models["rm"].url = ["http://a", "http://b"]
-    assert reward_host(found).options["default"]["kwargs"]["url"] == ["http://a", "http://b"]
+    assert (kwargs["name"], kwargs["url"], kwargs["path"]) == ("rm", None, str(rm))
+    found.reward.models["rm"].serve_at("http://a", ("http://b", "http://c"))
+    assert reward_host(found).options["default"]["kwargs"]["url"] == "http://a"
     given = config(f"reward.models.rm.path={rm}", "reward.concurrency=7")
     assert concurrency_of(given, source_of(given, "reward")) == 7
 
@@ -103,18 +94,25 @@ def test_a_client_knows_its_servers_and_how_many_requests_they_take(rm: Path) ->
 def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     bare = save_model(tmp_path / "bare", "Qwen2ForTokenClassification", template=None)
-    models = {
-        "a": {"path": str(rm), "engine": "hf", "max_model_len": 512},
-        "b": {"path": str(chat), "kind": "chat", "prompt": {"score_pattern": "(1)"}},
-        "c": {"path": str(bare), "kind": "pooling", "template": str(tmp_path / "t.jinja")},
-        "d": {"url": "http://elsewhere", "kind": "pooling"},
-    }
-    found = config(f"reward.models={json.dumps(models)}", "reward.model=a", "rule.model=b")
     (tmp_path / "own.py").write_text(FUNCTION)
+    asks = f"rule.custom_reward_function.path={tmp_path / 'own.py'}"
+    a, b = {"path": str(rm), "max_model_len": 512}, {"path": str(chat), "kind": "chat", "replicas": 2}
+    c = {"path": str(bare), "kind": "pooling", "template": str(tmp_path / "t.jinja")}
+    for models, keys in (
+        ({"a": a, "b": {**b, "prompt": {"score_pattern": "(1)"}}}, ("reward.model=a", "rule.model=b")),
+        ({"a": a, "c": c}, ("reward.model=a", "rule.model=c", asks)),
+        ({"a": a}, (asks, "judge.url=http://j")),
+        ({"d": {"url": ["http://elsewhere", "http://there"], "kind": "pooling"}}, ()),
+    ):
+        check_models(config(f"reward.models={json.dumps(models)}", *keys), AGENTS)
     with pytest.raises(ConfigError, match=r"^reward.models.c: no reward agent uses it; leave"):
-        check_models(found, AGENTS)
-    found.rule.model, found.rule.custom_reward_function.path = None, str(tmp_path / "own.py")
-    check_models(found, AGENTS)
+        check_models(
+            config(f"reward.models={json.dumps({'a': a, 'b': b, 'c': c})}", "rule.model=b", "reward.model=a"), AGENTS
+        )
+    with pytest.raises(
+        ConfigError, match=r"^the function of rule.custom_\S+ asks one reward model .*and there are a, c"
+    ):
+        check_models(config(f"reward.models={json.dumps({'a': a, 'c': c})}", "reward.model=a", asks), AGENTS)
 
 
 @pytest.mark.parametrize(
@@ -129,23 +127,31 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
         ({"path": "RM", "tensor_parallel": 2}, (), "tensor_parallel=2: this run has no GPUs"),
         ({"path": "RM"}, ("ray.gpus_per_worker=1",), "serves its models on GPUs"),
         (
-            {"path": "RM", "engine": "hf", "placement": "colocated"},
-            ("ray.gpus_per_worker=1", "ray.address=ray:1"),
-            "m.placement=colocated: on a cluster (ray.address) servers cannot share the GPUs of trainer and engine",
+            {"path": "RM", "placement": "colocated"},
+            ("ray.gpus_per_worker=1", "ray.address=ray:1", "executor=ray"),
+            "m: placement=colocated: on a cluster (ray.address) servers cannot share the GPUs of trainer and engine",
+        ),
+        ({"path": "RM", "placement": "colocated"}, (), "placement=colocated: vLLM cannot sleep on a CPU"),
+        (
+            {"path": "RM", "placement": "colocated"},
+            ("ray.gpus_per_worker=1", "executor=ray", "placement=disaggregated"),
+            "with placement=disaggregated of the run trainer and engine share no GPUs",
         ),
         (
-            {"path": "RM", "engine": "hf", "replicas": 2},
-            ("ray.gpus_per_worker=1",),
-            "the servers need 2 GPUs and trainer and engine 0, and this machine has 0",
+            {"path": "RM", "placement": "colocated", "replicas": 3},
+            ("ray.gpus_per_worker=1", "executor=ray"),
+            "its servers need 3 GPUs, and trainer and engine have 1",
         ),
+        ({"path": "RM"}, ("ray.gpus_per_worker=1", "executor=inline"), "Ray gives servers their GPUs"),
+        ({"url": ["http://a:b@h", "http://i"]}, (), "a login works for one server alone"),
         ({"path": "RM"}, ("rule.model=mm",), "rule.model=mm: there is no reward model of that name; did you mean 'm'?"),
         ({"path": "RM"}, ("rule.model=style",), "of that name; name one of reward.models (m), or give reward.models"),
         ({"path": "RM/config.json"}, (), "config.json is no directory; give"),
-        ({"path": "CHAT", "engine": "hf"}, (), "or take kind=chat and engine=vllm"),
+        ({"path": "CHAT"}, (), "or take kind=chat."),
         ({"path": "RM", "gpu_memory": 0.5}, (), "gpu_memory=0.5: this run has no GPUs"),
         ({"url": "http://h", "path": "no"}, (), "reward.models.m: model no does not exist; leave it out"),
         ({"url": "http://h", "replicas": 2}, (), "replicas has no effect with url"),
-        ({"url": "http://h", "engine": "hf"}, (), "engine has no effect with url"),
+        ({"url": "http://h", "dtype": "float16"}, (), "dtype has no effect with url"),
         ({"url": "http://[::1"}, (), "reward.models.m: url is no address (Invalid IPv6 URL); give"),
         ({"path": "TWO"}, (), "answers 2 numbers (labels), where a score is one"),
         ({"path": "THREE"}, (), "its head 'score.weight' has 1 labels, and config.json 3"),
@@ -157,7 +163,7 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
             ("rule.model=m", "rule.router_address=h:1"),
             "rule.router_address has no effect: it is f",
         ),
-        ({"url": "http://h"}, ("rule.model=m", "rule.custom_reward_function.path=ASKS"), "rule.model=m has no effect"),
+        ({"url": "http://h"}, ("rule.model=m", "rule.custom_reward_function.path=PLAIN"), "rule.model=m has no effect"),
         (
             {"url": "http://h"},
             ("judge.url=http://j", "rule.custom_reward_function.path=PLAIN"),
@@ -210,14 +216,13 @@ def test_without_vllm_for_this_device_a_sentence(
     monkeypatch.setattr(served_models, "vllm_device", lambda: found)
     with pytest.raises(ConfigError, match=words):
         check_models(config(f"reward.models.rm.path={rm}"), AGENTS)
-    check_models(config(f"reward.models.rm.path={rm}", "reward.models.rm.engine=hf"), AGENTS)
 
 
 def test_where_a_model_is_served_may_change_when_a_run_resumes(rm: Path) -> None:
     before = config(f"reward.models.rm.path={rm}")
-    for key in ("replicas=2", "url=http://rm", "timeout=9", "gpu_memory=0.5", "max_num_seqs=9", "routing=prefix"):
+    for key in ("replicas=2", "url=http://rm", "timeout=9", "gpu_memory=0.5", "max_num_seqs=9", "routing=cache_aware"):
         check_changes(before, config(f"reward.models.rm.path={rm}", f"reward.models.rm.{key}"), Path("a"))
-    for key in ("kind=pooling", "normalize=sigmoid", "template=t.jinja", "engine=hf", "dtype=float16"):
+    for key in ("kind=pooling", "normalize=sigmoid", "template=t.jinja", "dtype=float16"):
         with pytest.raises(ConfigError, match="it would be another run"):
             check_changes(before, config(f"reward.models.rm.path={rm}", f"reward.models.rm.{key}"), Path("a"))
 
@@ -237,14 +242,14 @@ def test_rewards_are_known_again_by_what_scores_not_by_where_it_runs(rm: Path, t
     template.write_text("b")
     texts = {first, other, scorer(f"reward.models.rm.template={template}"), scorer("reward.models.rm.kind=pooling")}
     texts.add(scorer("reward.models.rm.normalize=sigmoid"))
-    texts |= {scorer(f"reward.models.rm.{key}") for key in ("engine=hf", "dtype=float16", "engine_kwargs={seed: 1}")}
+    texts |= {scorer(f"reward.models.rm.{key}") for key in ("dtype=float16", "engine_kwargs={seed: 1}")}
     texts |= {scorer(f"reward.models.rm.url=http://{at}", path=None) for at in ("x", "y", "a:b@x")}
-    assert len(texts) == 10, "a login is no part of it"
+    assert len(texts) == 9, "a login is no part of it"
     save_file({"score.weight": np.zeros((1, 5), dtype=np.float32)}, rm / "model.safetensors")
     assert scorer() not in texts
 
 
-def test_a_function_gets_one_address_of_all_models_and_is_known_again_by_them(rm: Path, tmp_path: Path) -> None:
+def test_a_function_gets_the_address_of_its_model_and_is_known_again_by_them(rm: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FUNCTION)
     own = f"rule.custom_reward_function.path={tmp_path / 'own.py'}"
 

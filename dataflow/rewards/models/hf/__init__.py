@@ -1,1 +1,0 @@
-"""A server of reward models on transformers, for classifiers and tests."""

@@ -1,1 +1,0 @@
-"""Servers of reward models on other nodes of a Ray cluster, each behind an address of the command's machine."""

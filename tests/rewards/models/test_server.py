@@ -1,0 +1,178 @@
+"""The servers of reward models: what is started, how start and end are told, and that nothing outlives a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dataflow.errors import RunError
+from dataflow.rewards.models.server import (
+    Child,
+    Port,
+    Sleeper,
+    flags,
+    reason_in,
+    router_command,
+    serve_command,
+    server_environment,
+)
+from tests.rigs.processes import left
+from tests.rigs.stand_in_server import COMMAND
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+def test_the_command_of_a_server_on_a_cpu() -> None:
+    words = serve_command("rm", path="/m", kind="classify", device="cpu", max_model_len=64, template="/t.jinja")
+    assert words[1:4] == ["-P", "-m", "vllm.entrypoints.openai.api_server"]
+    assert words[4:] == [
+        "--model", "/m", "--served-model-name", "rm", "--runner", "pooling", "--dtype", "float32",
+        "--max-model-len", "64", "--max-num-seqs", "64", "--chat-template", "/t.jinja",
+        "--uvicorn-log-level", "warning", "--enforce-eager",
+    ]  # fmt: skip
+
+
+def test_the_command_of_a_judge_that_shares_its_gpus() -> None:
+    more: dict[str, Any] = {"tensor_parallel": 2, "gpu_memory": 0.3, "engine_kwargs": {"seed": 1, "dtype": "float16"}}
+    words = " ".join(serve_command("j", path="/m", kind="chat", device="cuda", sleeps=True, **more))
+    assert "--runner" not in words
+    for part in ("--dtype float16 ", "--tensor-parallel-size 2 ", "--gpu-memory-utilization 0.3 ", "--seed 1"):
+        assert part in words
+    assert "--enable-sleep-mode" in words
+    assert server_environment("cuda", sleeps=True)["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_SERVER_DEV_MODE" not in server_environment("cuda")
+    assert server_environment("cpu", 3)["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "3")
+
+
+def test_the_command_of_a_router() -> None:
+    words = router_command(["http://a", "http://b"], 7, 8, "cache_aware")
+    assert words[1:7] == ["-P", "-m", "vllm_router.launch_router", "--worker-urls", "http://a", "http://b"]
+    text = " ".join(words)
+    assert "--host 127.0.0.1 --port 7 --prometheus-port 8 --policy cache_aware " in text
+    assert text.endswith("--disable-retries --disable-circuit-breaker")
+
+
+def test_options_become_words() -> None:
+    found = flags({"runner": "pooling", "eager": True, "async": False, "seed": None, "x": {"a": 1}})
+    assert found == ["--runner", "pooling", "--eager", "--no-async", "--x", '{"a": 1}']
+
+
+def test_the_reason_is_the_first_error_of_the_last_start(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "ValueError: of an earlier start\n"
+        "(EngineCore pid=7) ERROR 01-01 10:00:00 [core.py:1] ValueError: no room.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert reason_in(log, offset=10) == "ValueError: no room"
+    log.write_text("bye\n\n")
+    assert reason_in(log, offset=1000) == "bye"
+    log.write_text("")
+    assert reason_in(log) == ""
+
+
+def child(tmp_path: Path, *words: str, start_s: float = 30.0) -> tuple[Child, Port]:
+    port = Port()
+    command = [*COMMAND, "--port", str(port.number), *words]
+    return Child(command, port.url, tmp_path / "servers" / "log", os.environ, start_s, "model 'rm'"), port
+
+
+def test_a_server_is_started_again_at_its_port(tmp_path: Path) -> None:
+    async def body() -> None:
+        server, port = child(tmp_path)
+        server.start()
+        await asyncio.to_thread(server.wait_ready)
+        (process,) = [p for p in psutil.Process().children() if str(port.number) in p.cmdline()]
+        waiting = asyncio.create_task(server.ended())
+        await asyncio.sleep(0)
+        process.kill()
+        async with asyncio.timeout(10):
+            assert await waiting == "killed, or out of memory"
+        await server.restart()
+        await asyncio.to_thread(server.wait_ready)
+        server.close()
+        server.close()
+        async with asyncio.timeout(10):
+            assert await server.ended() == "exit code -15, and nothing in its log"
+        port.close()
+
+    asyncio.run(body())
+
+
+def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataflow.rewards.models.server.CLOSE_S", 0.5)
+    server, port = child(tmp_path, "--stubborn")
+    server.start()
+    server.wait_ready()
+    server.close()
+    assert server.reason() == "killed, or out of memory"
+    port.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "start_s", "said"),
+    [
+        (
+            ("--fails", "no such type"),
+            30.0,
+            r"^model 'rm' did not start \(ValueError: no such type\); see .*servers/log",
+        ),
+        (("--never",), 0.5, r"^model 'rm' did not start \(no answer to GET /health in 0.5 s\); see .*log\.$"),
+    ],
+)
+def test_one_that_does_not_start_is_a_sentence(
+    tmp_path: Path, words: tuple[str, ...], start_s: float, said: str
+) -> None:
+    server, port = child(tmp_path, *words, start_s=start_s)
+    server.start()
+    with pytest.raises(RunError, match=said):
+        server.wait_ready()
+    server.close()
+    port.close()
+
+
+STARTS = """
+import os, sys
+from pathlib import Path
+from dataflow.rewards.models.server import Child
+server = Child(sys.argv[3:], sys.argv[1], Path(sys.argv[2]), os.environ, 30.0, "rm")
+server.start()
+server.wait_ready()
+print("ready", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    port = Port()
+    words = [sys.executable, "-c", STARTS, port.url, str(tmp_path / "log"), *COMMAND, "--port", str(port.number)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    assert process.returncode == -signal.SIGKILL
+    found = [p for p in psutil.process_iter(["cmdline"]) if str(port.number) in (p.info["cmdline"] or [])]
+    assert left(found, timeout=10) == []
+    port.close()
+
+
+def test_a_server_that_cannot_sleep_says_so(tmp_path: Path) -> None:
+    server, port = child(tmp_path)
+    server.start()
+    server.wait_ready()
+
+    async def body() -> None:
+        async with Sleeper("reward model 'rm'", (port.url,), 5.0).awake():
+            raise AssertionError
+
+    with pytest.raises(RunError, match=r"reward model 'rm': server http://\S+ does not wake up .*placement=own\.$"):
+        asyncio.run(body())
+    server.close()
+    port.close()
