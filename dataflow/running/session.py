@@ -272,7 +272,7 @@ class Session:
         assert main is not None
         loop = asyncio.get_running_loop()
         # Scheduled, since the handler may interrupt any code of the loop.
-        self._cancel = partial(loop.call_soon_threadsafe, main.cancel)
+        self._cancel, self._lost = partial(loop.call_soon_threadsafe, main.cancel), None
         record = self.record
         # Again, as the judge's address is known now. Of a run that has made its steps the last one's graph says enough.
         graph = self.expand(first=min(point.step + 1, self.config.steps) if point else 1)

@@ -7,7 +7,6 @@ The nodes are on this machine and share its files, so what a node does not see i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -18,23 +17,27 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from tests.rigs.placed_servers import READY_S, Served
 
-from dataflow.cluster import shared_paths
 from dataflow.cluster.joined import JoinedRay, own_address
 from dataflow.cluster.nodes import NodeRule
 from dataflow.cluster.process import DEATH_REASON
 from dataflow.cluster.shared_paths import SharedPaths
+from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.run import RunConfig
 from dataflow.engines.replicas.engine import Replicas
 from dataflow.errors import ConfigError, RunError, ServiceLost, StageFailed
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
+from dataflow.rewards.models.served import ServedReward
 from dataflow.runner import Runner
+from dataflow.running.services import served_models
+from dataflow.running.services.nodes import node_rules
+from dataflow.running.services.served_models import ServedModels
 from dataflow.timeline.spans import Trace
 from tests.rigs.cluster import Nodes
 from tests.rigs.logs import logged
-from tests.rigs.processes import until
+from tests.rigs.stand_in_server import COMMAND
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
 
@@ -233,74 +236,42 @@ def test_a_service_and_a_value_that_are_gone_with_a_node_end_in_one_sentence_eac
     assert re.fullmatch(r"'maker' died: node [\d.]+, where it ran, is gone", str(found["then"]))
 
 
-# --- servers of reward models, which are stand-ins here; benchmarks/machines.py places real ones
-
-
-def test_a_server_of_a_reward_model_moves_when_its_node_is_lost(nodes: Nodes, tmp_path: Path) -> None:
-    nodes.restore()
-    with Served(tmp_path, "ray.nodes.rm.labels.role=in(a,b)", "reward.models.rm.restarts=2") as served:
-        (url,), (before,) = served.servers.urls, served.roles(nodes)
-        assert url.startswith(f"http://{own_address()}:")
-        assert before in ("a", "b")
-        assert served.answers()
-        assert (tmp_path / "servers" / "rm-0.log").read_text()
-        with logged() as warned:
-            os.killpg(served.process().pid, signal.SIGKILL)
-            assert until(lambda: served.servers.restarted == 1 and served.answers(), READY_S)
-            assert served.roles(nodes)[0] in ("a", "b")
-            (now,) = served.roles(nodes)
-            nodes.lose(now)
-            assert until(lambda: served.servers.restarted == 2 and served.answers(), READY_S)
-        assert served.roles(nodes) == [{"a": "b", "b": "a"}[now]]
-        assert served.servers.urls == [url]
-    killed, moved = (message for message in warned if "restart" in message)
-    assert killed.startswith("reward model 'rm': server 0 ended (killed, or out of memory): restart 1 of 2; requests")
-    assert moved.startswith("reward model 'rm': server 0 ended (node ")
-    assert "where it ran, is gone): restart 2 of 2; requests in flight there are sent again." in moved
-    assert served.lost.empty()
-
-
-def test_servers_that_cannot_move_are_done_without_up_to_the_last(nodes: Nodes, tmp_path: Path) -> None:
-    nodes.restore()
-    rules = ["ray.nodes.rm={labels: {role: 'in(a,b)'}, strategy: strict_spread}", "reward.models.rm.replicas=2"]
-    with Served(tmp_path, *rules) as served:
-        for site in served.placed.sites:
-            site.place_s = 2.0  # from now on, as there is no other node
-        first, second = served.roles(nodes)
-        assert sorted([first, second]) == ["a", "b"]
-        with logged() as warned:
-            nodes.lose(second)
-            assert until(lambda: any("the run goes on with" in message for message in warned), READY_S)
-            assert served.answers(0)
-            assert not served.answers(1)
-            nodes.lose(first)
-            error = served.lost.get(timeout=READY_S)
-    clause = "strategy=strict_spread needs 2 nodes with the label role=in(a,b), and the cluster has 1 (ray.nodes.rm)"
-    (going_on,) = [message for message in warned if "the run goes on with" in message]
-    words = f"reward model 'rm': server 1 was not placed after 2 s; {clause}; the run goes on with 1 of its servers."
-    assert going_on == words
-    assert str(error).startswith("reward model 'rm': server 0 was not placed after 2 s; no node of the cluster has the")
-    assert str(error).endswith("(ray.nodes.rm).")
-
-
-def test_servers_without_a_node_are_a_sentence_before_anything_is_started(nodes: Nodes, tmp_path: Path) -> None:
-    served = Served(tmp_path, "ray.nodes.rm.labels.role=c", place_s=1.0)
-    with logged() as warned, pytest.raises(RunError) as caught:
-        served.__enter__()
-    words = "no node of the cluster has the label role=c (it has"
-    assert warned[0].startswith(f"reward model 'rm' waits for nodes: {words}")
-    assert str(caught.value).startswith(f"reward model 'rm': server 0 was not placed after 1 s; {words}")
-    assert not (tmp_path / "servers").exists()
-
-
-def test_a_server_on_a_node_without_the_run_directory_is_refused(
+def test_servers_of_a_reward_model_are_where_its_rule_says_behind_a_router_here(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes.restore()
-    served = Served(tmp_path, "ray.nodes.rm.labels.role=a")
-    monkeypatch.setattr(shared_paths, "marked", _elsewhere(shared_paths.marked))
-    with pytest.raises(ConfigError, match=r"^runs: node .*, where 'rm' runs, does not see the run's directory"):
-        served.__enter__()
+    words = ["env", f"PYTHONPATH={Path(__file__).parents[2]}", *COMMAND]
+    monkeypatch.setattr(served_models, "serve_command", lambda name, **_options: words)
+    (tmp_path / "model").mkdir()
+    keys = ["ray.address=auto", "executor=ray", "reward.models.rm.replicas=2", "reward.models.rm.restarts=0"]
+    keys += [f"reward.models.rm.path={tmp_path / 'model'}", "ray.nodes.rm.labels.role=b"]
+    config, lost = parse_overrides(RunConfig, keys), list[RunError]()
+
+    async def body() -> None:
+        executor = RayExecutor(nodes.address, nodes=node_rules(config), directory=str(tmp_path))
+        with ServedModels(config, tmp_path, lost.append, ["reward"]) as served:
+            await executor.open(Pipeline([]), served.hosts)
+            try:
+                await served.open(executor)
+                options = {**config.reward.models["rm"].client_options("rm"), "path": None}
+                assert options["url"].startswith("http://127.0.0.1:")
+                reward = ServedReward(**options)
+                assert (await reward.compute_score("d", "xxx", "1", {"question": "q"}))["score"] == 3.0
+                await reward.close()
+                urls = [await executor.ask(server, "ready") for server in served.hosts]
+                assert all(url.startswith(f"http://{own_address()}:") for url in urls)
+                nodes.lose("b")
+                async with asyncio.timeout(60):
+                    while not lost:
+                        await asyncio.sleep(0.1)
+            finally:
+                await served.close()
+                await executor.close()
+
+    with logged() as warned:
+        asyncio.run(body())
+    assert sum("the run goes on with 1 of its servers" in message for message in warned) == 1
+    assert isinstance(lost[0], ServiceLost)  # the run resumes from its newest checkpoint, with servers elsewhere
 
 
 def test_a_replica_of_an_engine_on_a_node_with_another_model_is_refused(
@@ -318,14 +289,3 @@ def test_a_replica_of_an_engine_on_a_node_with_another_model_is_refused(
     ):
         with pytest.raises((ConfigError, RunError), match=message):
             Replicas("no_engine:Engine", options, 2, nodes=rules, paths=SharedPaths("rollout", {"model.path": path}))
-
-
-def _elsewhere(marked: Any) -> Any:
-    """Returns a context manager whose marker no process sees, as in a directory that is not shared."""
-
-    @contextlib.contextmanager
-    def inner(directory: str) -> Iterator[str]:
-        with marked(directory) as marker:
-            yield f"{marker}-elsewhere"
-
-    return inner

@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 
 import pytest
-from dataflow.rewards.models.gpus import VISIBLE
 
 from dataflow.api.simulate import simulate
 from dataflow.cli import main
+from dataflow.cluster.gpus import VISIBLE
 from dataflow.config.loading.pipeline_file import pipeline_of
 from dataflow.config.loading.saved import load
 from dataflow.planning.planner import predict

@@ -44,6 +44,7 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--fails")
     for switch in ("--never", "--stubborn"):
         parser.add_argument(switch, action="store_true")
@@ -55,4 +56,4 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if given.never:
         signal.pause()
-    ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever()
+    ThreadingHTTPServer((given.host, given.port), Handler).serve_forever()

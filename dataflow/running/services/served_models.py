@@ -401,4 +401,4 @@ class ServedModels:
             keeping.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(child.close) for child in self._children))
-        self._keeping, self._children = [], []
+        self._keeping, self._children, self._lost = [], [], set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dataflow.engines.servers.probe import check_servers
 from dataflow.engines.servers.vllm import EXTENSION
 from dataflow.engines.servers.weights_files import WeightsFiles
 from dataflow.errors import ConfigError, DataError, RunError
-from dataflow.rewards.models.server import ModelServer, Port, flags, server_environment
+from dataflow.rewards.models.server import Child, Port, flags, server_environment
 from dataflow.system.children import command
 from tests.engines.drawing import run
 from tests.engines.tiny_models import ENDS, greedy, load, log_probs, prompts, save_model
@@ -49,22 +48,13 @@ def url(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "max-model-len": P + R, "worker-extension-cls": EXTENSION, "logprobs-mode": "processed_logits",
         "uvicorn-log-level": "warning",
     }  # fmt: skip
-    ready: list[bool] = []
-    server = ModelServer(
-        command("vllm.entrypoints.openai.api_server", *flags(options)),
-        port.number,
-        log,
-        server_environment("cpu") | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"},
-        180.0,
-        lambda: ready.append(True),
-    )
-    waiting = threading.Thread(target=server.wait, daemon=True)
-    waiting.start()
+    words = command("vllm.entrypoints.openai.api_server", *flags(options))
+    variables = server_environment("cpu") | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    server = Child(words, port.url, log, variables, 180.0, "the server")
+    server.start()
     try:
-        while not ready and waiting.is_alive():
-            waiting.join(0.2)
-        assert ready, server.reason()
-        yield f"http://127.0.0.1:{port.number}"
+        server.wait_ready()
+        yield port.url
     finally:
         server.close()
         port.close()
