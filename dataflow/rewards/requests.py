@@ -111,7 +111,7 @@ class Job(Item):
 
     @property
     def notes(self) -> Mapping[str, Any] | None:
-        """Facts for the trace: what it waited for (10 ms or more), its server, what went wrong."""
+        """Facts for the trace: what its first call waited for (10 ms or more), its server, what went wrong."""
         queued_s = self.begin - self.queued_at
         waited = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.first_held_by}
         held: dict[str, Any] = waited if queued_s >= _NO_WAIT_S else {}

@@ -327,7 +327,7 @@ class Slots:
         self.fill()
 
     def pause(self, queue: Queue, seconds: float) -> None:
-        """Starts nothing at an endpoint for some seconds, as it asked."""
+        """Starts nothing at an endpoint for some seconds, as it asked; those without limits of their own share one."""
         until, last = self._loop.time() + seconds, queue.paused_until
         queue.paused_until = max(last, until)
         if seconds > LONG_S and last < self._loop.time():  # it looks like a run that stands still

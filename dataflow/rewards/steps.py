@@ -118,14 +118,15 @@ class Steps:
             # Only the first one of a step; the step's metrics have their number.
             logger.warning("{}", prefixed(f"{message.rstrip('.')} (reward.on_failure={state.rule})", self._agent))
         state.failed += 1
-        if state.rule.kind == "score":
-            request.score = state.rule.score
-        elif state.rule.kind == "drop_sample":
-            request.kept = False
-        else:
-            state.end(request, "failed")
-            self._drop_group(request, error)
-            return False
+        match state.rule.kind:
+            case "score":
+                request.score = state.rule.score
+            case "drop_sample":
+                request.kept = False
+            case "drop_group" | "replace_group":
+                state.end(request, "failed")
+                self._drop_group(request, error)
+                return False
         return self._finish(request, "failed")
 
     def check_failed_share(self, state: StepRequests, error: BaseException | None) -> None:
