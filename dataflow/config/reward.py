@@ -164,8 +164,8 @@ class CustomRewardConfig(Section):
 class JudgeConfig(PromptConfig):
     """The HTTP judge of the default reward."""
 
-    url: Text | list[Text] | None = None
-    """Base URL of an OpenAI-style server, or of several equal ones; null starts a stand-in on loopback."""
+    url: Text | None = None
+    """Base URL of an OpenAI-style server, or of a router in front of several; null starts a stand-in on loopback."""
     model: Text = "judge"
     """Model name in the requests."""
     api_key_env: Text | None = None

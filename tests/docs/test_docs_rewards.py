@@ -265,7 +265,7 @@ class Costly:
         return "ENDPOINT"
 
     def usage(self) -> dict[str, float]:
-        counts = dict.fromkeys(("resent", "ejections", "truncated"), 1.0)  # of served models
+        counts = dict.fromkeys(("truncated",), 1.0)  # of served models
         return {"tokens": 3.0, "cost": 0.1, "NAME": 2.0, **counts}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -34,12 +34,10 @@ class JudgeError(Exception):
         retry: whether another try may succeed.
         retry_after: seconds to wait before it, if the server states them.
         fatal: whether the error ends the run, whatever the failure rule.
-        of_server: whether it is about what a server did, so that another one may do better.
         fix: what the user can do.
     """
 
     fatal = False
-    of_server = True
     fix = "see that the judge at judge.url is up and replies with one line 'Score: <0..1>'"
 
     def __init__(
@@ -147,28 +145,22 @@ def _refused(url: str, status: int | None, text: str, wait_s: float, location: s
     return JudgeError(message, status=status, retry=again, retry_after=wait_s or None, fix=fix)
 
 
-def addresses(urls: Sequence[str], path: str = "/v1/chat/completions") -> list[str]:
-    """Returns the full addresses of servers.
+def address_of(url: str, path: str = "/v1/chat/completions") -> str:
+    """Returns the full address of a server.
 
     Args:
-        urls: ``http://host:port``, with or without ``/v1`` or all of the path.
+        url: ``http://host:port``, with or without ``/v1`` or all of the path.
         path: of the requests.
 
     Raises:
-        ConfigError: there is no url, one is not an address, or one is given twice.
+        ConfigError: the url is no address.
     """
-    full = []
-    for url in urls:
-        parts = urlsplit(url) if is_address(url) else None
-        if parts is None or parts.query or parts.fragment:
-            shown = redact(str(url).partition("?")[0])  # a key may follow
-            raise ConfigError(f"judge.url={shown} is not an address; give http://host:port, without a query.")
-        base = url.rstrip("/")
-        full.append(base if base.endswith(path.removeprefix("/v1")) else f"{base.removesuffix('/v1')}{path}")
-    if not full or len(set(full)) != len(full):
-        what = "names a server twice; give each once" if full else "names no server; give http://host:port"
-        raise ConfigError(f"judge.url={redact(str(list(urls)))} {what}.")
-    return full
+    parts = urlsplit(url) if is_address(url) else None
+    if parts is None or parts.query or parts.fragment:
+        shown = redact(str(url).partition("?")[0])  # a key may follow
+        raise ConfigError(f"judge.url={shown} is not an address; give http://host:port, without a query.")
+    base = url.rstrip("/")
+    return base if base.endswith(path.removeprefix("/v1")) else f"{base.removesuffix('/v1')}{path}"
 
 
 def root_of(url: str) -> str:
@@ -180,20 +172,22 @@ def root_of(url: str) -> str:
     return re.sub(r"(/v1)?(/chat/completions|/classify|/pooling)?/*$", "", url)
 
 
-def check_judge(urls: Sequence[str], api_key_env: str | None, patience_s: float) -> str:
-    """Asks each server for its models, and for no score, which may cost money.
+def check_judge(url: str, api_key_env: str | None, patience_s: float) -> str:
+    """Asks a server for its models, and for no score, which may cost money.
 
     Args:
-        urls: of the servers, maybe with a login.
+        url: of the server, maybe with a login.
         api_key_env: environment variable that holds the API key.
-        patience_s: seconds in which a server shall answer.
+        patience_s: seconds in which the server shall answer.
 
     Returns:
-        That they answer, as a clause.
+        That it answers, as a clause.
 
     Raises:
-        ConfigError: one does not answer, or not without another key.
+        ConfigError: it does not answer, or not without another key.
     """
+    name = without_login(url)[0]
+    what = f"judge.url={name}: the server"
 
     async def ask() -> None:
         import aiohttp
@@ -201,19 +195,15 @@ def check_judge(urls: Sequence[str], api_key_env: str | None, patience_s: float)
         key = key_of(api_key_env, "judge.api_key_env")
         limit = aiohttp.ClientTimeout(total=patience_s)
         async with aiohttp.ClientSession(timeout=limit, headers=_headers(key)) as session:
-            for url in urls:
-                what = f"judge.url={without_login(url)[0]}: the server"
-                try:
-                    async with session.get(f"{root_of(url)}/v1/models", allow_redirects=False) as reply:
-                        status = reply.status
-                except (aiohttp.ClientError, OSError) as error:
-                    raise ConfigError(
-                        f"{what} does not answer ({reason(error)}); start it, or correct the url."
-                    ) from None
-                if status in (401, 403):
-                    raise ConfigError(f"{what} refuses GET /v1/models ({status}); {_FIXES[401]}.")
-                if status >= 500:
-                    raise ConfigError(f"{what} answers {status} to GET /v1/models; see its log, or correct the url.")
+            try:
+                async with session.get(f"{root_of(url)}/v1/models", allow_redirects=False) as reply:
+                    status = reply.status
+            except (aiohttp.ClientError, OSError) as error:
+                raise ConfigError(f"{what} does not answer ({reason(error)}); start it, or correct the url.") from None
+            if status in (401, 403):
+                raise ConfigError(f"{what} refuses GET /v1/models ({status}); {_FIXES[401]}.")
+            if status >= 500:
+                raise ConfigError(f"{what} answers {status} to GET /v1/models; see its log, or correct the url.")
 
     asyncio.run(ask())
-    return f"{', '.join(without_login(url)[0] for url in urls)} answers"
+    return f"{name} answers"

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow.errors import ConfigError, counted
-from dataflow.rewards.judge.client import Client, JudgeError, JudgeTimeout, addresses
-from dataflow.rewards.judge.rubric import Rubric, estimate, question_of, read
-from dataflow.rewards.limits.router import Router, Routing
+from dataflow.rewards.judge.client import Client, JudgeError, JudgeTimeout, address_of
+from dataflow.rewards.judge.rubric import Rubric, estimate, read
 from dataflow.system.address import without_login
 from dataflow.system.secrets import key_of
 
@@ -95,8 +94,8 @@ class Judge:
 
     Args:
         url: of the server: ``http://host:port``, with or without ``/v1`` or ``/v1/chat/completions``; another path
-            must end in ``/chat/completions``. Or a list of servers that all serve the same model. A password in it
-            (``https://user:password@host``) is sent as basic authentication and left out of the endpoint's name.
+            must end in ``/chat/completions``. A password in it (``https://user:password@host``) is sent as basic
+            authentication and left out of the endpoint's name.
         model: name of the model in the request.
         api_key_env: environment variable that holds the API key, if the server requires one.
         timeout: of one call, in seconds; None uses the agent's.
@@ -106,14 +105,10 @@ class Judge:
         max_tokens: budget of this object, prompts and replies together; :class:`BudgetSpent` ends the run after it.
         max_cost: the same as a cost, in the currency of ``price_per_million``.
         price_per_million: of prompt tokens and of reply tokens.
-        slots: calls in flight at one server; None for the agent's limits.
-        routing: which server grades a response, see :class:`~dataflow.rewards.limits.router.Router`.
-        what: what the servers are, for messages.
         rubric: the prompt and the score, see :class:`~dataflow.rewards.judge.rubric.Rubric`.
 
     Attributes:
-        router: of the servers; None for a single one without ``slots``.
-        endpoints: the names of the servers: the urls as given, without passwords.
+        endpoints: the name of the server: the url as given, without a password.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -121,7 +116,7 @@ class Judge:
 
     def __init__(
         self,
-        url: str | Sequence[str],
+        url: str,
         model: str = "judge",
         api_key_env: str | None = None,
         timeout: float | None = 120.0,
@@ -132,20 +127,12 @@ class Judge:
         max_tokens: int | None = None,
         max_cost: float | None = None,
         price_per_million: Sequence[float] | None = None,
-        slots: int | None = None,
-        routing: Routing = "least",
-        what: str = "the judge",
         **rubric: Any,
     ) -> None:
-        urls = [url] if isinstance(url, str) else list(url)
-        named = [without_login(each) for each in urls]
-        self.endpoints = [name for name, _ in named]
-        self._address = dict(zip(self.endpoints, addresses(urls), strict=True))
-        self.router: Router | None = None
-        if len(urls) > 1 or slots is not None:
-            self.router = Router(self.endpoints, slots, routing, _prompt_of, what)
+        name, login = without_login(url)
+        self.endpoints, self._address = [name], address_of(url)
         key = key_of(api_key_env, "judge.api_key_env")
-        if key and any(login for _, login in named):
+        if key and login:
             raise ConfigError("judge.api_key_env is given, and judge.url also holds a password; give one of the two.")
         self.client = Client(key, timeout)
         self._rubric = Rubric(**rubric)
@@ -176,7 +163,7 @@ class Judge:
         """
         self._budget.check()
         chat = self._rubric.chat(solution_str, ground_truth, extra_info)
-        reply = read(await self._post({**self._body, "messages": chat}))
+        reply = read(await self.client.post(self._address, {**self._body, "messages": chat}))
         tokens = self._budget.count(reply.usage, _length(chat), len(reply.thinking) + len(reply.text))
         try:
             score = self._rubric.score(reply)
@@ -189,14 +176,8 @@ class Judge:
         columns: dict[str, Any] = {"score": score, "explanation": text}
         return columns if tokens is None else {**columns, "tokens": tokens}
 
-    async def _post(self, body: Mapping[str, Any]) -> Any:
-        if self.router is None:
-            return await self.client.post(self._address[self.endpoints[0]], body)
-        name = self.router.server()
-        return await self.router.guarded(name, self.client.post(self._address[name], body))
-
     def endpoint(self, **_arguments: Any) -> str:
-        """Returns the name of the only server; of several ones the router chooses one when a call starts."""
+        """Returns the name of the server, by which ``reward.endpoints`` limits it."""
         return self.endpoints[0]
 
     def tokens(
@@ -227,12 +208,10 @@ class Judge:
 
         Returns:
             ``tokens``; ``prompt_tokens`` and ``completion_tokens``, its parts; ``tokens_estimated``, how many of them
-            the server does not state; ``cost``; ``calls``, the number of replies; with several servers also their
-            router's counts.
+            the server does not state; ``cost``; ``calls``, the number of replies.
         """
         names = ("tokens", "prompt_tokens", "completion_tokens", "tokens_estimated", "cost", "calls")
-        counts = {name: getattr(self._budget, name) for name in names}
-        return counts if self.router is None else counts | self.router.counts
+        return {name: getattr(self._budget, name) for name in names}
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -241,7 +220,3 @@ class Judge:
 
 def _length(chat: Sequence[Mapping[str, str]]) -> int:
     return sum(len(turn["content"]) for turn in chat)
-
-
-def _prompt_of(arguments: Mapping[str, Any]) -> str:
-    return question_of(arguments.get("extra_info"))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from loguru import logger
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.client import Client, JudgeError, JudgeUnreachable, addresses
+from dataflow.rewards.judge.client import Client, JudgeError, JudgeUnreachable, address_of
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.judge.rubric import estimate
 from dataflow.rewards.models.conversation import Renderer, messages_of
@@ -152,7 +152,7 @@ class _Head:
                         f"own; give path, the directory of the model, or leave {option} out."
                     )
         self._name, self._kind = name, kind
-        (self._url,) = addresses([url], f"/{kind}")
+        self._url = address_of(url, f"/{kind}")
         self._client = Client(timeout=timeout)
         self._render = None if path is None else Renderer(path, template, max_model_len, self._key)
         # Rendering takes milliseconds for a long chat, and tokenizers may not be used by two threads at once.

@@ -92,9 +92,8 @@ class Needs:
 
     def _judge(self, name: str) -> str:
         judge = self._prepared.judges[name]
-        urls = [judge.url] if isinstance(judge.url, str) else list(judge.url or ())
         try:
-            return check_judge(urls, judge.api_key_env, self._patience_s)
+            return check_judge(str(judge.url), judge.api_key_env, self._patience_s)
         except ConfigError as error:
             raise ConfigError(keyed(str(error), name)) from error
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.client import JudgeError, JudgeTimeout, JudgeUnreachable, addresses, check_judge
+from dataflow.rewards.judge.client import JudgeError, JudgeTimeout, JudgeUnreachable, address_of, check_judge
 from dataflow.rewards.judge.judge import Judge
 from tests.faults.rig.server import FaultServer
 from tests.rewards.judge.serving import RIGHT, Reply, answering, said, serving
@@ -194,7 +194,7 @@ def test_a_password_in_the_address_is_sent_and_never_shown(logins: list[str | No
     assert logins == ["Basic bWU6cEBzcy13MHJk"]
 
 
-def test_addresses() -> None:
+def test_the_full_address() -> None:
     for url, full in (
         ("http://h:1", "http://h:1/v1/chat/completions"),
         ("https://h/v1/", "https://h/v1/chat/completions"),
@@ -202,7 +202,7 @@ def test_addresses() -> None:
         ("https://h/v1beta/openai/chat/completions", "https://h/v1beta/openai/chat/completions"),
         ("http://[::1]:80", "http://[::1]:80/v1/chat/completions"),
     ):
-        assert addresses([url]) == [full]
+        assert address_of(url) == full
 
 
 # --- before a start --------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_addresses() -> None:
 def checked(reply: Reply, key: str | None = None, login: str = "") -> str:
     async def body() -> str:
         async with serving(reply) as url:
-            said = await asyncio.to_thread(check_judge, [f"{url}/v1".replace("//", f"//{login}")], key, 5.0)
+            said = await asyncio.to_thread(check_judge, f"{url}/v1".replace("//", f"//{login}"), key, 5.0)
             assert said == f"{url}/v1 answers"
             return said
 
@@ -235,4 +235,4 @@ def test_a_server_that_refuses_or_is_not_there(logins: list[str | None]) -> None
     with pytest.raises(
         ConfigError, match=r"judge.url=http://127.0.0.1:9: the server does not answer \(Connect.*refused"
     ):
-        check_judge(["http://127.0.0.1:9"], None, 5.0)
+        check_judge("http://127.0.0.1:9", None, 5.0)
