@@ -30,11 +30,10 @@ from dataflow.batch import Batch
 from dataflow.config.run import RunConfig
 from dataflow.executors.inline import InlineExecutor
 from dataflow.reward_agent import Limits, RewardAgent
-from dataflow.rewards.judge.server import JudgeProcess, serve
+from dataflow.rewards.judge.server import serve
 from dataflow.rewards.models.served import ServedReward
 from dataflow.running.services.served_models import ServedModels
-from dataflow.system.address import listening
-from dataflow.system.loopback import ADDRESS
+from dataflow.system.serving import Child, Port
 
 DELAYS_S = (0.1, 0.15, 0.25, 0.5)
 SLOTS = 16
@@ -50,9 +49,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("-o", "--output", type=Path, default=Path("reward_models.json"))
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--host", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.serve is not None:
-        serve(application(given.serve), listening(ADDRESS))
+        serve(application(given.serve), given.host, given.port)
         return 0
     found = balance(given.rounds, given.requests)
     cells = tuple(f"{value:.3f}" if isinstance(value, float) else str(value) for value in found.values())
@@ -75,12 +76,8 @@ def application(delay_s: float) -> Any:
             await asyncio.sleep(delay_s)
         return web.json_response({"data": [{"probs": [delay_s]}], "usage": {"total_tokens": 9}})
 
-    async def health(_request: web.Request) -> web.Response:
-        return web.json_response({})
-
     app = web.Application()
     app.router.add_post("/classify", classify)
-    app.router.add_get("/health", health)
     return app
 
 
@@ -89,7 +86,8 @@ def servers(delays_s: Sequence[float]) -> Iterator[list[str]]:
     """Runs a server for each delay, in processes; yields their addresses."""
     with ExitStack() as stack:
         command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-        yield [stack.enter_context(JudgeProcess([*command, repr(s)], START_S)).url for s in delays_s]
+        children = [Child([*command, repr(s)], Port(), None, None, START_S, "a server") for s in delays_s]
+        yield [stack.enter_context(child).url for child in children]
 
 
 def samples(count: int, letters: int = 1_000) -> Batch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,13 +27,14 @@ from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.functions import load_reward, takes
 from dataflow.rewards.managers import scores_alone
 from dataflow.rewards.models.conversation import check_template, read_template
-from dataflow.rewards.models.server import CLOSE_S, Child, Port, router_command, serve_command
+from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
 from dataflow.running.services.hosting import SHARES
 from dataflow.running.services.nodes import model_files, on_cluster
 from dataflow.stage import Hosted
 from dataflow.system.extras import not_installed
 from dataflow.system.loopback import ADDRESS
+from dataflow.system.serving import CLOSE_S, Child, Port
 
 LOGS = "servers"
 """Directory of the servers' logs in a run's directory."""
@@ -342,12 +342,10 @@ class ServedModels:
         urls = dict(zip(self.hosts, await asyncio.gather(*waits), strict=True))
         for name, (port, metrics) in self._routers.items():
             model = self._models[name]
-            servers = (
-                [urls[f"{name}-{number}"] for number in range(model.replicas)] if model.url is None else model.urls
-            )
-            words = router_command(servers, port.number, metrics.number, model.routing, self._address)
-            log = self._directory / LOGS / f"{name}-router.log"
-            child = Child(words, port.url, log, os.environ, model.start_timeout, f"reward model '{name}': its router")
+            own = [urls[f"{name}-{number}"] for number in range(model.replicas if model.url is None else 0)]
+            words = router_command(own or model.urls, metrics.number, model.routing)
+            log, what = self._directory / LOGS / f"{name}-router.log", f"reward model '{name}': its router"
+            child = Child(words, Port(port.address, port.number), log, None, model.start_timeout, what)
             self._children.append(child)
             child.start()
         await asyncio.gather(*(asyncio.to_thread(child.wait_ready) for child in self._children))

@@ -16,8 +16,9 @@ from dataflow.engines.servers.probe import check_servers
 from dataflow.engines.servers.vllm import EXTENSION
 from dataflow.engines.servers.weights_files import WeightsFiles
 from dataflow.errors import ConfigError, DataError, RunError
-from dataflow.rewards.models.server import Child, Port, flags, server_environment
+from dataflow.rewards.models.server import flags, server_environment
 from dataflow.system.children import command
+from dataflow.system.serving import Child, Port
 from tests.engines.drawing import run
 from tests.engines.tiny_models import ENDS, greedy, load, log_probs, prompts, save_model
 
@@ -42,22 +43,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def url(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that was started as docs/rollout.md says."""
-    port, log = Port(), tmp_path_factory.mktemp("server") / "log"
+    log = tmp_path_factory.mktemp("server") / "log"
     options = {
-        "model": paths[0], "host": "127.0.0.1", "port": port.number, "dtype": "float32", "enforce-eager": True,
+        "model": paths[0], "dtype": "float32", "enforce-eager": True,
         "max-model-len": P + R, "worker-extension-cls": EXTENSION, "logprobs-mode": "processed_logits",
         "uvicorn-log-level": "warning",
     }  # fmt: skip
     words = command("vllm.entrypoints.openai.api_server", *flags(options))
     variables = server_environment("cpu") | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    server = Child(words, port.url, log, variables, 180.0, "the server")
-    server.start()
-    try:
-        server.wait_ready()
-        yield port.url
-    finally:
-        server.close()
-        port.close()
+    with Child(words, Port(), log, variables, 180.0, "the server") as server:
+        yield server.url
 
 
 def opened(url: str, paths: list[str], place: Path, **options: Any) -> ServerRollout:

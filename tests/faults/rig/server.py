@@ -2,16 +2,19 @@
 
     python tests/faults/rig/server.py --port 0
 
-prints ``{"url": ...}`` when it is ready, grades as :mod:`dataflow.rewards.judge.server` does, and ends with
-its standard input. What it does wrong is switched by ``POST /behave``; ``GET /seen`` says what came.
+prints ``{"url": ...}``, grades as :mod:`dataflow.rewards.judge.server` does, and ends with SIGTERM. What it does
+wrong is switched by ``POST /behave``; ``GET /seen`` says what came.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import json
+import os
+import signal
 import socket
 import struct
 import sys
@@ -23,9 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dataflow.rewards.judge.server import JudgeProcess, completion, grade, serve
-from dataflow.system.address import listening
+from dataflow.rewards.judge.server import completion, grade, serve
 from dataflow.system.loopback import ADDRESS
+from dataflow.system.serving import Child, Port
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -220,8 +223,8 @@ ANSWERS: dict[str, Callable[[web.Request, dict[str, Any], str], Awaitable[web.St
 }
 
 
-def main(port: int) -> None:
-    """Serves until standard input ends."""
+def main(host: str, port: int) -> None:
+    """Serves until SIGTERM."""
     from aiohttp import web
 
     judge = Behaviour()
@@ -230,7 +233,7 @@ def main(port: int) -> None:
     app.router.add_post("/behave", judge.behave)
     app.router.add_get("/seen", judge.seen)
     # Who hangs up is no longer in flight.
-    serve(app, listening(ADDRESS, port), handler_cancellation=True)
+    serve(app, host, port, handler_cancellation=True)
 
 
 class FaultServer:
@@ -241,11 +244,9 @@ class FaultServer:
     """
 
     def __init__(self) -> None:
-        self._process = self._start(0)
+        words = [sys.executable, str(Path(__file__).resolve())]
+        self._process = Child(words, Port(), None, None, WAIT_S, "the server").__enter__()
         self.url = self._process.url
-
-    def _start(self, port: int) -> JudgeProcess:
-        return JudgeProcess([sys.executable, str(Path(__file__).resolve()), "--port", str(port)], WAIT_S)
 
     @property
     def pid(self) -> int:
@@ -283,12 +284,15 @@ class FaultServer:
 
     def kill(self) -> None:
         """Ends it at once, as a machine that goes down; requests in flight lose their connection."""
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.stop()
 
     def restart(self) -> None:
         """Starts it again on the same port; it behaves, and has seen nothing."""
         self.kill()
-        self._process = self._start(int(self.url.rpartition(":")[2]))
+        self._process.start()
+        self._process.wait_ready()
 
     def close(self) -> None:
         """Ends it; may be called twice."""
@@ -306,4 +310,6 @@ class FaultServer:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    main(parser.parse_args().port)
+    parser.add_argument("--host", default=ADDRESS)
+    given = parser.parse_args()
+    main(given.host, given.port)

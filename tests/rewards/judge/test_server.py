@@ -21,7 +21,8 @@ from dataflow.errors import RunError
 from dataflow.rewards.judge import server as judge_server
 from dataflow.rewards.judge.judge import Judge, JudgeError
 from dataflow.rewards.judge.rubric import messages
-from dataflow.rewards.judge.server import JudgeProcess, start_judge
+from dataflow.rewards.judge.server import start_judge
+from dataflow.system.serving import Child
 from tests.rigs.addresses import OTHERS
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
@@ -31,7 +32,7 @@ COMMAND = [sys.executable, "-m", "dataflow.rewards.judge.server", "--latency", "
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[JudgeProcess]:
+def server() -> Iterator[Child]:
     with start_judge("0") as running:
         yield running
 
@@ -58,7 +59,7 @@ def test_delays_follow_the_law_and_differ_between_equal_requests() -> None:
     assert max(spent) - min(spent) > 0.03
 
 
-def test_a_chat_that_is_no_problem(server: JudgeProcess) -> None:
+def test_a_chat_that_is_no_problem(server: Child) -> None:
     async def body() -> None:
         async with aiohttp.ClientSession() as session:
             payloads: list[Any] = [{"messages": [{"role": "user", "content": "hi"}]}, {}, [], {"messages": 3}]
@@ -70,11 +71,9 @@ def test_a_chat_that_is_no_problem(server: JudgeProcess) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("how", ["stdin", "SIGTERM"])
-def test_it_ends_with_its_parent_even_while_it_delays(how: str) -> None:
-    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def test_it_ends_on_sigterm_even_while_it_delays() -> None:
+    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdin is not None
         url = json.loads(process.stdout.readline())["url"]
 
         async def body() -> None:
@@ -82,10 +81,7 @@ def test_it_ends_with_its_parent_even_while_it_delays(how: str) -> None:
             waiting = asyncio.ensure_future(judge.compute_score("d", RIGHT, "7"))
             done, _ = await asyncio.wait([waiting], timeout=0.3)
             assert not done
-            if how == "stdin":
-                process.stdin.close()  # type: ignore[union-attr]
-            else:
-                os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
             with pytest.raises(JudgeError):
                 await asyncio.wait_for(waiting, 10)
             await judge.close()
@@ -94,25 +90,10 @@ def test_it_ends_with_its_parent_even_while_it_delays(how: str) -> None:
         assert process.wait(timeout=10) == 0
 
 
-def test_close_leaves_no_process() -> None:
-    running = start_judge("0")
-    os.kill(running.pid, 0)
-    running.close()
-    running.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(running.pid, 0)
-
-
 def test_a_server_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RunError, match="the judge server did not start"):
-        start_judge("0")
-
-
-def test_a_start_that_takes_too_long_ends() -> None:
-    silent = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with pytest.raises(RunError, match=r"did not start within 0\.2 s"):
-        JudgeProcess(silent, deadline_s=0.2)
+    with pytest.raises(RunError, match="the judge server did not start"), start_judge("0"):
+        pass
 
 
 @pytest.mark.parametrize("address", OTHERS)
@@ -133,7 +114,7 @@ def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'uniform'" in capsys.readouterr().err
 
 
-def test_it_says_what_a_request_used(server: JudgeProcess) -> None:
+def test_it_says_what_a_request_used(server: Child) -> None:
     async def body() -> None:
         judge = Judge(server.url)
         result = await judge.compute_score("d", RIGHT, "7", {"question": "3 + 4?"})

@@ -10,8 +10,8 @@ import pytest
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.models.probe import check_servers
-from dataflow.rewards.models.server import Port
 from dataflow.system.loopback import ADDRESS
+from dataflow.system.serving import Port
 
 pytestmark = pytest.mark.timeout(60)
 LIST = (200, '{"data": [{"id": "other"}, {"id": "rm"}]}')

@@ -14,16 +14,8 @@ import psutil
 import pytest
 
 from dataflow.errors import RunError
-from dataflow.rewards.models.server import (
-    Child,
-    Port,
-    Sleeper,
-    flags,
-    reason_in,
-    router_command,
-    serve_command,
-    server_environment,
-)
+from dataflow.rewards.models.server import Sleeper, flags, router_command, serve_command, server_environment
+from dataflow.system.serving import Child, Port, reason_in
 from tests.rigs.processes import left
 from tests.rigs.stand_in_server import COMMAND
 
@@ -53,10 +45,10 @@ def test_the_command_of_a_judge_that_shares_its_gpus() -> None:
 
 
 def test_the_command_of_a_router() -> None:
-    words = router_command(["http://a", "http://b"], 7, 8, "cache_aware")
+    words = router_command(["http://a", "http://b"], 8, "cache_aware")
     assert words[1:7] == ["-P", "-m", "vllm_router.launch_router", "--worker-urls", "http://a", "http://b"]
     text = " ".join(words)
-    assert "--host 127.0.0.1 --port 7 --prometheus-port 8 --policy cache_aware " in text
+    assert "--prometheus-port 8 --policy cache_aware " in text
     assert text.endswith("--disable-retries --disable-circuit-breaker")
 
 
@@ -81,8 +73,7 @@ def test_the_reason_is_the_first_error_of_the_last_start(tmp_path: Path) -> None
 
 def child(tmp_path: Path, *words: str, start_s: float = 30.0) -> tuple[Child, Port]:
     port = Port()
-    command = [*COMMAND, "--port", str(port.number), *words]
-    return Child(command, port.url, tmp_path / "servers" / "log", os.environ, start_s, "model 'rm'"), port
+    return Child([*COMMAND, *words], port, tmp_path / "servers" / "log", None, start_s, "model 'rm'"), port
 
 
 def test_a_server_is_started_again_at_its_port(tmp_path: Path) -> None:
@@ -102,19 +93,17 @@ def test_a_server_is_started_again_at_its_port(tmp_path: Path) -> None:
         server.close()
         async with asyncio.timeout(10):
             assert await server.ended() == "exit code -15, and nothing in its log"
-        port.close()
 
     asyncio.run(body())
 
 
 def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataflow.rewards.models.server.CLOSE_S", 0.5)
-    server, port = child(tmp_path, "--stubborn")
+    monkeypatch.setattr("dataflow.system.serving.CLOSE_S", 0.5)
+    server, _port = child(tmp_path, "--stubborn")
     server.start()
     server.wait_ready()
     server.close()
     assert server.reason() == "killed, or out of memory"
-    port.close()
 
 
 @pytest.mark.parametrize(
@@ -131,19 +120,18 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.
 def test_one_that_does_not_start_is_a_sentence(
     tmp_path: Path, words: tuple[str, ...], start_s: float, said: str
 ) -> None:
-    server, port = child(tmp_path, *words, start_s=start_s)
+    server, _port = child(tmp_path, *words, start_s=start_s)
     server.start()
     with pytest.raises(RunError, match=said):
         server.wait_ready()
     server.close()
-    port.close()
 
 
 STARTS = """
 import os, sys
 from pathlib import Path
-from dataflow.rewards.models.server import Child
-server = Child(sys.argv[3:], sys.argv[1], Path(sys.argv[2]), os.environ, 30.0, "rm")
+from dataflow.system.serving import Child, Port
+server = Child(sys.argv[3:], Port(number=int(sys.argv[1])), Path(sys.argv[2]), None, 30.0, "rm")
 server.start()
 server.wait_ready()
 print("ready", flush=True)
@@ -153,7 +141,7 @@ os.kill(os.getpid(), 9)
 
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     port = Port()
-    words = [sys.executable, "-c", STARTS, port.url, str(tmp_path / "log"), *COMMAND, "--port", str(port.number)]
+    words = [sys.executable, "-c", STARTS, str(port.number), str(tmp_path / "log"), *COMMAND]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -175,4 +163,3 @@ def test_a_server_that_cannot_sleep_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"reward model 'rm': server http://\S+ does not wake up .*placement=own\.$"):
         asyncio.run(body())
     server.close()
-    port.close()
