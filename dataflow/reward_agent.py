@@ -1,16 +1,16 @@
 """RewardAgent: sends every response to the reward function, and returns whole groups as they finish.
 
-One request is one coroutine, :meth:`RewardAgent._live`, whose body is the request's whole life: wait for a slot, call
-with a time-out, decide about another try, end. All runs on one event loop without polling. Every request ends in
-exactly one of scored, failed (and handled by the declared rule) or cancelled; none is lost, and no score silently
-becomes zero.
+A request is one coroutine, :meth:`RewardAgent._run_job`, whose body is its whole life: wait for a slot, call with a
+time-out, decide about another try, end. Equal requests may share one, and an answer in the ledger needs none. All runs
+on one event loop without polling. Every request ends in exactly one of scored, failed (and handled by the declared
+rule) or cancelled; none is lost, and no score silently becomes zero.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,23 @@ from dataflow.rewards.arguments import Arguments, Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.functions import check_methods, load_reward
-from dataflow.rewards.latencies import Latencies, latency_summary
 from dataflow.rewards.ledger import Answer, Ledger, key_of
-from dataflow.rewards.methods import close_reward, endpoint_of, estimate_of, group_method, usage_of
+from dataflow.rewards.methods import close_reward, endpoint_of, estimate_of, usage_of
 from dataflow.rewards.metrics import Metrics
 from dataflow.rewards.naming import MAIN, metric
-from dataflow.rewards.requests import BESIDE, ENDED, Failed, Job, Order, Request, Scored, Step, StepRequests, Ticket
+from dataflow.rewards.requests import (
+    BESIDE,
+    ENDED,
+    Failed,
+    Job,
+    Order,
+    Request,
+    Scored,
+    Step,
+    StepRequests,
+    Ticket,
+    latency_summary,
+)
 from dataflow.rewards.results import read_result, read_scores, tokens_used
 from dataflow.rewards.retry import Hedge, Retry, brief, is_overload, is_throttle, is_timeout, retry_after_s
 from dataflow.rewards.slots import Item, Limits, Slot, Slots, check_endpoints
@@ -40,7 +51,7 @@ from dataflow.system.secrets import redact_known
 from dataflow.usercode.calls import Calls
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import message_of
-from dataflow.usercode.load import describe, fix_of, is_async, name_of, raised, what_happened
+from dataflow.usercode.load import describe, fix_of, name_of, raised, what_happened
 
 __all__ = ["BESIDE", "MAIN", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary",
            "load_reward", "metric"]  # fmt: skip
@@ -51,11 +62,11 @@ _NO_SUMS = frozenset(
         *("waiting", "running", "peak", "abandoned", "steps", "limit", "latency_s"),
     ]
 )
-"""Stats that are those of now, or that the summary of a step counts itself; all others are sums so far."""
+"""Stats that are no running totals, or that a step's own summary reports."""
 _ADMITTED = 64
 """Rows for which jobs are made before the event loop runs something else."""
-_AHEAD = 4 * _ADMITTED
-"""Queued jobs of a step from which on no further ones are made: its last responses need not be decoded yet."""
+_LATEST = 10_000
+"""Latencies of which the stats tell percentiles."""
 _LOGS = 8  # concurrent calls of the user's log
 _CLOSE_S = 3.0
 
@@ -127,9 +138,9 @@ class RewardAgent:
         check_endpoints(compute_score, self.limits)
         if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
             self.retry = replace(self.retry, predicate=predicate)
-        self._is_async = is_async(self._function)
-        self._post_process = group_method(compute_score, post_process_scores)
-        self._compares = callable(getattr(compute_score, "compute_group", None))
+        self._group_method = post_process_scores or getattr(compute_score, "post_process_scores", None)
+        compute_group = None if self._group_method else getattr(compute_score, "compute_group", None)
+        self._group_method, self._compares = self._group_method or compute_group, compute_group is not None
         self._wants_ids = bool(getattr(compute_score, "wants_response_ids", False))
         self._log = getattr(compute_score, "log", None)
         self._endpoint = getattr(compute_score, "endpoint", None) if self.limits.endpoints else None
@@ -137,19 +148,16 @@ class RewardAgent:
         self._tokens = getattr(compute_score, "tokens", None) if rated else None
         self._unmetered = rated and self._tokens is None
         self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
-        # With keys or endpoints all rows become jobs at once: equal rows must be found, and no queue may run empty
-        # behind another.
-        together = ledger is not None or share_equal or self._endpoint is not None
-        self._ahead = math.inf if together else _AHEAD
         self._share_equal, self._scorer, self._decode = share_equal, scorer, decode
         self._hedge, self._metrics, self._frozen_exit = Hedge(hedge_after), metrics, frozen_exit
         self.steps = Steps(parse_rule(on_failure), max_failed_share, self._on_cancel, name)
         self._counts: Counter[str] = self.steps.counts
-        self._latency_s = Latencies()
+        self._latency_s: deque[float] = deque(maxlen=_LATEST)
         self._by_key: dict[bytes, Job] = {}
         self._sequence = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._logging, self._log_failed = 0, False
+        self._logs: set[asyncio.Task[None]] = set()
+        self._log_failed = False
         self._reported: dict[str, float] = {}
         self._report_timer: asyncio.TimerHandle | None = None
         # Bound to the event loop by the first submit.
@@ -229,7 +237,7 @@ class RewardAgent:
         batch = await self.steps.collect(step, k, order, last, groups)
         batch.meta["limits"] = self._slots.take_changes()
         if self._log is not None:
-            self._spawn(self._call_log(self._log, batch))
+            self._call_log(self._log, batch)
         if self.ledger is not None:
             self.ledger.collected(step, batch.ids)
         return batch
@@ -269,7 +277,7 @@ class RewardAgent:
                 "rate_limit_wait_s": sum(queue.waited_s for queue in queues.values()),
             }
         spent = usage_of(self._reward, self._counts["tokens"])
-        return {**counts, **now, **spent, "latency_s": self._latency_s.summary()}
+        return {**counts, **now, **spent, "latency_s": latency_summary(self._latency_s)}
 
     def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """Returns how much the sums among the stats have grown since the last call: the share of one step."""
@@ -284,6 +292,8 @@ class RewardAgent:
             return
         self._report()
         if self._loop is not None:
+            if self._logs:
+                await asyncio.wait(self._logs, timeout=_CLOSE_S)
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
@@ -307,7 +317,7 @@ class RewardAgent:
     ) -> None:
         """Starts the life of each request, or ends it with the answer that the ledger has.
 
-        A few rows at a time, so that a large step does not block calls in flight; and no more than can begin soon.
+        A few rows at a time, so that a large step does not block calls in flight.
         """
         async with state.turn:
             for begin in range(0, len(requests), _ADMITTED):
@@ -320,19 +330,20 @@ class RewardAgent:
                     why = describe(error).rstrip(".")
                     self.steps.fail(state, f"reward agent: step {state.key} cannot be sent: {why}.", error)
                 await asyncio.sleep(0)
-                while state.queued >= self._ahead and not state.over:
-                    state.room.clear()
-                    await state.room.wait()
 
     def _admit_rows(
         self, state: StepRequests, requests: Sequence[Request], keywords: list[dict[str, Any]], submitted: float
     ) -> None:
-        for request, own, key, answer in self._looked_up(state, requests, keywords):
+        keyed = self.ledger is not None or self._share_equal
+        keys = [key_of(own, self._scorer) if keyed else b"" for own in keywords]
+        rows = [(request.group, request.sample, key) for request, key in zip(requests, keys, strict=True)]
+        known = {} if self.ledger is None else self.ledger.submitted(state.key, rows)
+        for request, own, key in zip(requests, keywords, keys, strict=True):
             if self._compares:
                 request.arguments = own
             if not request.open:
                 continue  # its group was dropped meanwhile, or its step has failed
-            if answer is not None:
+            if (answer := known.get((request.group, request.sample))) is not None:
                 self._counts["cached"] += 1
                 request.begin = request.end = clock.now()
                 # Samples with the same key have the same answer, each with columns of its own.
@@ -340,27 +351,13 @@ class RewardAgent:
             else:
                 self._start(state, request, own, key, submitted)
 
-    def _looked_up(
-        self, state: StepRequests, requests: Sequence[Request], keywords: list[dict[str, Any]]
-    ) -> list[tuple[Request, dict[str, Any], bytes | None, Answer | None]]:
-        """Returns each request with its arguments, its key, and its answer in the ledger."""
-        if self.ledger is None and not self._share_equal:
-            return [(request, own, None, None) for request, own in zip(requests, keywords, strict=True)]
-        keys = [key_of(own, self._scorer) for own in keywords]
-        rows = [(request.group, request.sample, key) for request, key in zip(requests, keys, strict=True)]
-        known = {} if self.ledger is None else self.ledger.submitted(state.key, rows)
-        return [
-            (request, own, key, known.get((request.group, request.sample)))
-            for request, own, key in zip(requests, keywords, keys, strict=True)
-        ]
-
     def _start(
-        self, state: StepRequests, request: Request, keywords: dict[str, Any], key: bytes | None, submitted: float
+        self, state: StepRequests, request: Request, keywords: dict[str, Any], key: bytes, submitted: float
     ) -> None:
         """Starts a job for a request, or adds the request to the one in flight for an equal one."""
         self._sequence += 1
         priority = (*state.priority, self._sequence)
-        job = self._by_key.get(key) if self._share_equal and key is not None else None
+        job = self._by_key.get(key) if self._share_equal else None
         if job is not None:
             self._counts["shared"] += 1
             request.source, request.job = "shared", job
@@ -374,12 +371,11 @@ class RewardAgent:
             job.endpoint = endpoint_of(self._endpoint, keywords)
         if self._tokens is not None:
             job.tokens = estimate_of(self._tokens, keywords)
-        if self._share_equal and key is not None:
+        if self._share_equal:
             self._by_key[key] = job
-        state.queued += 1
-        job.task = self._spawn(self._live(job))
+        job.task = self._spawn(self._run_job(job))
 
-    async def _live(self, job: Job) -> None:
+    async def _run_job(self, job: Job) -> None:
         """The life of a request, from its wait for a first slot to its end: this is all that happens to it.
 
         A failed try is followed by another one while the error is transient (:func:`is_transient`, or the user's
@@ -395,7 +391,7 @@ class RewardAgent:
                 break
             answer = await self._try(job, slot)
             if isinstance(answer, Scored):
-                self._end(job, answer)
+                self._finish_job(job, answer)
                 return
             error, why = answer, ""
             if getattr(error, "fatal", None) is True or job.tries >= self.retry.tries:
@@ -412,7 +408,7 @@ class RewardAgent:
                 break
             job.errors[-1] += f", {wait_s:.3g} s"
             await asyncio.sleep(wait_s)
-        self._end(job, Failed(self._message(job, error, why), error))
+        self._finish_job(job, Failed(self._message(job, error, why), error))
 
     async def _slot(self, job: Job) -> Slot | None:
         """Waits for a slot; returns None if the deadline of the job passes before it has one."""
@@ -431,7 +427,6 @@ class RewardAgent:
             job.begin, job.first_held_by = begun, job.held_by
             if self.retry.deadline_s is not None:
                 job.deadline = self._now() + self.retry.deadline_s
-            self._on_dequeued(job.requests[0].step)
         job.tries += 1
         after_s = self._hedge.after_s
         first = self._call(job, slot)
@@ -469,7 +464,7 @@ class RewardAgent:
         if slot is None:
             return None
         if not job.running:  # the first has ended meanwhile
-            self._slots.release(slot)
+            self._slots.give_back(slot)
             return None
         answer = await self._call(job, slot, hedge=True)
         if isinstance(answer, Scored):
@@ -482,8 +477,8 @@ class RewardAgent:
         def free(result: Any, error: BaseException | None) -> None:
             overloaded = error is not None and is_overload(error)
             if error is not None and overloaded and (pause_s := retry_after_s(error)):
-                # Before the slot is free, which would start the next request. And no longer than a deadline: those that
-                # wait must find out by their own tries that it is out of reach.
+                # Before the slot is free, which would start the next request. And no longer than a deadline, so that
+                # queued requests try once and fail by theirs, instead of waiting out the pause.
                 self._slots.pause(slot.queue, min(pause_s, self.retry.deadline_s or math.inf))
             self._slots.release(slot, overloaded, error is not None, tokens_used(result))
 
@@ -497,8 +492,8 @@ class RewardAgent:
         begun = clock.now()
         job.running += 1
         try:
-            call = partial(self._called, job.arguments)
-            result = await self._calls.run(call, {}, timeout_s, free, self._is_async)
+            # A copy: a try must not see what an earlier one, or another sample's, changed.
+            result = await self._calls.run(self._function, own_copy(job.arguments), timeout_s, free)
             try:
                 score, extras = read_result(result)
                 # These columns hold texts of servers, and are kept and shown.
@@ -511,10 +506,6 @@ class RewardAgent:
             return error
         finally:
             job.running -= 1
-
-    def _called(self, arguments: Mapping[str, Any]) -> Any:
-        # A copy: a try must not see what an earlier one, or another sample's, changed.
-        return self._function(**own_copy(arguments))
 
     def _on_error(self, job: Job, error: Exception) -> None:
         """Counts a failed call."""
@@ -539,7 +530,7 @@ class RewardAgent:
             verb += f" (last: {job.last_s:.1f} s)"
         return f"{name} {verb}{'; ' + why if why else ''}; {fix_of(error)}."
 
-    def _end(self, job: Job, outcome: Scored | Failed) -> None:
+    def _finish_job(self, job: Job, outcome: Scored | Failed) -> None:
         """Ends each request of a job: writes it to the ledger, and routes it to its step."""
         requests, end = self._take_requests(job), clock.now()
         if isinstance(outcome, Scored):
@@ -550,7 +541,7 @@ class RewardAgent:
             request.begin = request.end = end
             if request.source != "shared":  # which used no time of the service
                 request.begin, request.tries, request.notes = job.begin, job.tries, job.notes
-            if self.ledger is not None and job.key is not None:
+            if self.ledger is not None:
                 where = request.step.key, request.group, request.sample, job.key
                 if isinstance(outcome, Failed):
                     self.ledger.failed(*where, outcome.message, failed_tries)
@@ -572,8 +563,8 @@ class RewardAgent:
             whole = self.steps.scored(request, outcome.score, outcome.extras)
         else:
             whole = self.steps.failed(request, outcome.message, outcome.error)
-        if whole and self._post_process is not None and any(each.kept for each in state.groups[request.group]):
-            self._spawn(self._post_process_group(state, request.group))
+        if whole and self._group_method is not None and any(each.kept for each in state.groups[request.group]):
+            state.post_processing.append(self._spawn(self._post_process_group(state, request.group)))
         elif whole:
             self.steps.arrive(state, request.group)
         if isinstance(outcome, Failed):
@@ -581,15 +572,12 @@ class RewardAgent:
 
     async def _post_process_group(self, state: StepRequests, group: int) -> None:
         """Replaces the scores of a whole group by what the user's method returns for them, and passes the group on."""
-        assert self._post_process is not None
-        function, takes_samples = self._post_process
+        function = self._group_method
+        assert function is not None
         slot = await self._slots.acquire(Item((*state.priority, 0), clock.now()), local=True)
-        if state.over:
-            self._slots.release(slot)
-            return
         kept = [request for request in state.groups[group] if request.kept]
         given: list[Any] = [[request.score for request in kept]]
-        if takes_samples:
+        if self._compares:
             given.insert(0, [own_copy(dict(request.arguments or {})) for request in kept])
         where = f"group {group} of step {state.key}"
         try:
@@ -604,8 +592,6 @@ class RewardAgent:
             what, fix = message_of(error), f"return a list of {len(kept)} finite numbers"
             self.steps.fail(state, f"{where}: '{name_of(function)}' returned {what}; {fix}.", error)
             return
-        if state.over:
-            return
         for request, score in zip(kept, scores, strict=True):
             request.score = score
         self.steps.arrive(state, group)
@@ -617,25 +603,21 @@ class RewardAgent:
             return
         job.requests.remove(request)
         if job.requests:
+            if request.source != "shared":  # the next one's is the call now
+                job.requests[0].source = ""
             return
         self._take_requests(job)
-        if not job.tries:
-            self._on_dequeued(request.step)
         if job.task is not None:
             job.task.cancel()
         self._report_soon()
 
     def _take_requests(self, job: Job) -> list[Request]:
         requests, job.requests = job.requests, []
-        if job.key is not None and self._by_key.get(job.key) is job:
+        if self._by_key.get(job.key) is job:
             del self._by_key[job.key]
         for request in requests:
             request.job = None
         return requests
-
-    def _on_dequeued(self, state: StepRequests) -> None:
-        state.queued -= 1
-        state.room.set()
 
     def _count_tokens(self, extras: Mapping[str, Any]) -> None:
         used = tokens_used(extras)
@@ -691,12 +673,11 @@ class RewardAgent:
 
     # --- logs and metrics ---------------------------------------------------------------------------------------
 
-    async def _call_log(self, log: Callable[..., Any], rewards: Batch) -> None:
+    def _call_log(self, log: Callable[..., Any], rewards: Batch) -> None:
         """Calls the user's ``log`` with collected rewards; its first error is logged, and none ends the run."""
-        if self._logging >= _LOGS:
+        if len(self._logs) >= _LOGS:
             self._warn_of_log(f"has not returned from {_LOGS} calls, so that it is left out of further ones")
             return
-        self._logging += 1
         records, columns = rewards.meta["records"], rewards.columns
         keywords = {
             "timestamps": [record["begin"] for record in records],
@@ -705,13 +686,17 @@ class RewardAgent:
             "latencies": [record["end"] - record["begin"] for record in records],
             "group_uids": rewards.groups.tolist(),
         }
-        try:
-            # Without a time-out: it delays nothing, and an abandoned call would count as one of the scoring function.
-            await self._calls.run(log, keywords)
-        except Exception as error:
-            self._warn_of_log(f"raised {describe(error)}")
-        finally:
-            self._logging -= 1
+
+        async def call() -> None:
+            try:
+                # Without a time-out: it delays nothing, and an abandoned call would count as one of the function.
+                await self._calls.run(log, keywords)
+            except Exception as error:
+                self._warn_of_log(f"raised {describe(error)}")
+
+        task = self._spawn(call())
+        self._logs.add(task)
+        task.add_done_callback(self._logs.discard)
 
     def _warn_of_log(self, what: str) -> None:
         if not self._log_failed:

@@ -1,11 +1,11 @@
-"""The user's other methods: ``compute_group`` and ``post_process_scores`` of a whole group, ``usage``, ``close``."""
+"""The user's other methods: ``endpoint``, ``tokens``, ``usage``, ``close``."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from loguru import logger
 
@@ -16,27 +16,6 @@ from dataflow.usercode.failures import message_of
 from dataflow.usercode.load import name_of, raised
 
 _CLOSE_S = 10.0  # time limit of close
-
-
-class GroupMethod(NamedTuple):
-    """A method that replaces the scores of a group.
-
-    Attributes:
-        function: takes the scores of the group, or its samples and their scores; returns as many scores.
-        takes_samples: whether it takes the samples as well, each as the keywords of ``compute_score``.
-    """
-
-    function: Callable[..., Any]
-    takes_samples: bool
-
-
-def group_method(reward: Any, post_process_scores: Callable[[list[float]], Any] | None) -> GroupMethod | None:
-    """Returns the method that replaces the scores of a group: one that was given, else the reward's, if it has one."""
-    found = post_process_scores or getattr(reward, "post_process_scores", None)
-    if found is not None:
-        return GroupMethod(found, False)
-    compute = getattr(reward, "compute_group", None)
-    return None if compute is None else GroupMethod(compute, True)
 
 
 def endpoint_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -98,10 +77,11 @@ async def close_reward(reward: Any) -> None:
     close = getattr(reward, "close", None)
     if not callable(close):
         return
+    limit = asyncio.timeout(_CLOSE_S)
     try:
         ending = close()
         if inspect.isawaitable(ending):
-            async with asyncio.timeout(_CLOSE_S) as limit:
+            async with limit:
                 await ending
     except DataflowError:
         raise

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
+
+import numpy as np
 
 from dataflow.rewards.failure import FailureRule
 from dataflow.rewards.filter import GroupFilter
@@ -87,7 +89,8 @@ class Job(Item):
     """The work of getting one score, for one request or for several equal ones (``share_equal``)."""
 
     arguments: dict[str, Any]
-    key: bytes | None
+    key: bytes
+    """Of its arguments; empty if neither a ledger nor other requests need it."""
     requests: list[Request]
     task: asyncio.Task[None] | None = None
     begin: float = 0.0
@@ -166,10 +169,10 @@ class StepRequests:
     """All groups that were submitted."""
     rows: int = 0
     """Number of samples that were submitted."""
-    queued: int = 0
-    """Jobs whose first call has not begun."""
-    room: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when one of them begins, and at the end of the step."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no group is unfinished."""
+    post_processing: list[asyncio.Task[None]] = field(default_factory=list)
+    """Calls of the user's methods on whole groups."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the chunk whose jobs are made."""
     groups: dict[int, list[Request]] = field(default_factory=dict)
@@ -180,7 +183,7 @@ class StepRequests:
     open: int = 0
     """Requests that have not ended."""
     ended: list[Request] = field(default_factory=list)
-    """Collected requests, from which the step's metrics are computed."""
+    """Collected and withdrawn requests, from which the step's metrics are computed."""
     lost: int = 0
     """Groups that failed and were replaced."""
     left_out: int = 0
@@ -303,3 +306,12 @@ def record(request: Request) -> dict[str, Any]:
     if request.notes:
         facts |= request.notes
     return facts
+
+
+def latency_summary(latency_s: Collection[float]) -> dict[str, float]:
+    """Returns p50, p95, p99, max and mean of durations, in seconds; nothing if there are none."""
+    if not len(latency_s):
+        return {}
+    values = np.fromiter(latency_s, dtype=np.float64)
+    p50, p95, p99 = np.percentile(values, [50, 95, 99]).tolist()
+    return {"p50": p50, "p95": p95, "p99": p99, "max": float(values.max()), "mean": float(values.mean())}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from dataflow.errors import ConfigError
 from dataflow.system.http import THROTTLED, may_pass, seconds, wait_asked
@@ -80,13 +80,9 @@ class Retry:
 
     def wait_s(self, tried: int, error: BaseException) -> float:
         """Returns the seconds to wait after ``tried`` tries, the last of which raised ``error``."""
-        if not self.backoff_s:
-            return retry_after_s(error)
-        state = RetryCallState(Retrying(), None, (), {})
-        state.attempt_number = tried
-        backoff = wait_random_exponential(multiplier=self.backoff_s, max=self.max_backoff_s)(state)
+        longest_s = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(tried - 1, 60))
         # Jitter after Retry-After: otherwise all rejected requests would come back at the same moment.
-        return retry_after_s(error) + backoff
+        return retry_after_s(error) + random.uniform(0.0, longest_s)
 
 
 class Hedge:

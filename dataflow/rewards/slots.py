@@ -87,7 +87,7 @@ def check_endpoints(reward: Any, limits: Limits) -> None:
 class Pace:
     """Spaces what begins evenly, so that no 60 seconds have more than an amount.
 
-    A second's share may begin at once. It is taken off the rate, by which in a minute no more than ``most`` begins.
+    A second's share may begin at once. The steady rate is lowered by it, so that no 60 seconds hold more than ``most``.
 
     Args:
         most: amount in 60 seconds. A larger one begins when nothing is owed, and holds up the next for longer.
@@ -161,6 +161,8 @@ class Queue:
         heap = self._heap
         while heap and heap[0][3].done():  # cancelled, or there twice with another priority
             heapq.heappop(heap)
+        if not heap:
+            self._held_since = math.inf
         return heap[0][2] if heap else None
 
     def ready_at(self, item: Item, now: float) -> float:
@@ -184,6 +186,14 @@ class Queue:
         self.waited_s += max(0.0, now - self._held_since)
         self._held_since = math.inf
         return item, waiting
+
+    def give_back(self, slot: Slot) -> None:
+        """Counts a call as not begun."""
+        self.running -= 1
+        for pace in self._requests:
+            pace.correct(-1)
+        for pace in self._tokens:
+            pace.correct(-slot.tokens)
 
     def end(self, slot: Slot, overloaded: bool, failed: bool, more_tokens: int, now: float) -> None:
         """Counts a call as ended, and adapts the limit to how it ended."""
@@ -257,7 +267,7 @@ class Slots:
             return await waiting
         except asyncio.CancelledError:
             if not waiting.cancelled():  # granted just before
-                self.release(waiting.result())
+                self.give_back(waiting.result())
             raise
         finally:
             item.waiting = None
@@ -324,6 +334,12 @@ class Slots:
         self.running -= 1
         more = 0 if used is None else used - slot.tokens
         slot.queue.end(slot, overloaded, failed, more, self._loop.time())
+        self.fill()
+
+    def give_back(self, slot: Slot) -> None:
+        """Frees a slot for which no call was made."""
+        self.running -= 1
+        slot.queue.give_back(slot)
         self.fill()
 
     def pause(self, queue: Queue, seconds: float) -> None:

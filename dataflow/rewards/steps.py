@@ -15,9 +15,20 @@ from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RewardFailed, counted
 from dataflow.rewards.failure import FailedShare, FailureRule
 from dataflow.rewards.filter import GroupFilter, indistinct
-from dataflow.rewards.latencies import latency_summary
 from dataflow.rewards.naming import MAIN, prefixed
-from dataflow.rewards.requests import BESIDE, ENDED, Order, Request, State, Step, StepRequests, Ticket, Waiter, record
+from dataflow.rewards.requests import (
+    BESIDE,
+    ENDED,
+    Order,
+    Request,
+    State,
+    Step,
+    StepRequests,
+    Ticket,
+    Waiter,
+    latency_summary,
+    record,
+)
 from dataflow.system import clock
 from dataflow.usercode.load import describe
 
@@ -43,7 +54,6 @@ class Steps:
         self.live: dict[Step, StepRequests] = {}
         self.closed = False
         self._halted: tuple[str, BaseException | None] | None = None
-        self._settling: dict[Step, asyncio.Future[None]] = {}
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
 
     # --- submit -------------------------------------------------------------------------------------------------
@@ -170,7 +180,7 @@ class Steps:
     def _serve(self, state: StepRequests) -> None:
         """Wakes the waiters whose groups are there, first come, first served."""
         if not state.unfinished:
-            self._settle(state)
+            state.settled.set()
         while state.waiters:
             waiter = state.waiters[0]
             if not waiter.future.done():
@@ -236,13 +246,8 @@ class Steps:
         """Waits until no group of a step is unfinished: each has arrived or is lost."""
         state = self.live.get(step)
         if state is not None and state.unfinished:
-            self._settling[step] = asyncio.get_running_loop().create_future()
-            await self._settling[step]
-
-    def _settle(self, state: StepRequests) -> None:
-        settling = self._settling.pop(state.key, None)
-        if settling is not None and not settling.done():
-            settling.set_result(None)
+            state.settled.clear()
+            await state.settled.wait()
 
     # --- ends of steps ------------------------------------------------------------------------------------------
 
@@ -286,7 +291,9 @@ class Steps:
 
     def _end(self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None) -> None:
         state.over = True
-        state.room.set()
+        state.settled.set()
+        for task in state.post_processing:
+            task.cancel()
         del self.live[state.key]
         self._ended[state.key] = (kind, prefixed(message, self._agent), cause)
         while len(self._ended) > _REMEMBERED:
@@ -302,7 +309,6 @@ class Steps:
                 if request.open:
                     state.end(request, "cancelled")
                     self._on_cancel(request)
-        self._settle(state)
 
     def _gone(self, step: Step) -> DataflowError:
         """Returns why a step is not there; a new exception each time, as one raised twice mixes tracebacks."""

@@ -57,7 +57,6 @@ class Calls:
         keywords: Mapping[str, Any],
         timeout_s: float | None = None,
         on_free: OnFree | None = None,
-        awaits: bool | None = None,
     ) -> Any:
         """Returns what ``function(**keywords)`` returns, or what the awaitable that it returns does.
 
@@ -65,9 +64,8 @@ class Calls:
             function: sync or async.
             keywords: its arguments.
             timeout_s: None for no limit.
-            on_free: called once with the result and the error, when the code has ended or is abandoned. After a
-                time-out or a cancellation that is later than the end of this call.
-            awaits: whether the function is async; None looks.
+            on_free: called once with the result and the error, when the code has ended or is abandoned; after a
+                time-out or a cancellation this may come after the end of this call.
 
         Raises:
             TimedOut: the code did not end in time.
@@ -78,7 +76,7 @@ class Calls:
         code: asyncio.Future[Any] | None = None
         result = error = None
         try:
-            if is_async(function) if awaits is None else awaits:
+            if is_async(function):
                 result = function(**keywords)
             else:
                 code = self._threads.start(function, keywords)
@@ -103,7 +101,7 @@ class Calls:
             elif isinstance(code, asyncio.Task):
                 code.cancel()
                 self._leave(code, GRACE_S, free)
-            else:  # a thread cannot be stopped; it keeps its slot for as long as it might have taken anyway
+            else:  # a thread cannot be stopped; it keeps its slot until its time-out
                 self._leave(code, max(0.0, ends_at - loop.time()), free)
 
     def _leave(self, code: asyncio.Future[Any], patience_s: float, free: Callable[[], None]) -> None:

@@ -98,9 +98,9 @@ def test_limits_of_endpoints_need_a_reward_that_names_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["http://a:1/", "http://a:1/v1", "http://b:1"])
-def test_a_judge_has_the_endpoints_of_its_urls_and_no_others(name: str) -> None:
-    judge = Judge(url=["http://a:1", "http://a:2"])
-    RewardAgent(judge, limits=Limits(endpoints={"http://a:2": Limits(1)}))
+def test_a_judge_has_the_endpoint_of_its_url_and_no_other(name: str) -> None:
+    judge = Judge(url="http://a:1")
+    RewardAgent(judge, limits=Limits(endpoints={"http://a:1": Limits(1)}))
     with pytest.raises(ConfigError, match=r"the reward calls no such endpoint; .*http://a:1"):
         RewardAgent(judge, limits=Limits(endpoints={name: Limits(1)}))
 
@@ -340,27 +340,6 @@ def undecoded(rows: int, first: int = 0) -> Batch:
     return Batch(list(range(first, first + rows)), columns)
 
 
-def test_no_more_responses_are_decoded_than_can_soon_start() -> None:
-    async def body() -> None:
-        decode, reward = Decoder(), Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
-        agent = agent_of(reward, decode=decode, limits=Limits(100))
-        agent.submit(1, undecoded(1000))
-        await asyncio.sleep(0.5)
-        assert len(reward.begun) == 100
-        assert decode.rows < 500, "those in flight and some that wait"
-        assert agent.stats()["waiting"] == 900
-        await asyncio.sleep(1.0)
-        assert len(reward.begun) == 200
-        assert decode.rows < 600
-        asks = [request.job for (request,) in agent.steps.live[1].groups.values() if request.job]
-        assert len({ask.queued_at for ask in asks}) == 1, "they wait since they were submitted"
-        await agent.collect(1)
-        assert reward.begun == [str(n) for n in range(1000)]
-        await agent.close()
-
-    run_virtual(body)
-
-
 def test_an_older_steps_last_rows_go_before_a_newer_steps_first() -> None:
     async def body() -> None:
         reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(500)})
@@ -400,21 +379,6 @@ def test_rows_that_were_not_ready_end_with_their_step() -> None:
     run_virtual(body)
 
 
-def test_groups_that_are_left_out_make_room_for_the_next_rows() -> None:
-    async def body() -> None:
-        rows, n = 600, 3
-        reward = Reward(**{str(row): BROKEN if row % n == 0 else ("after", 1.0, 0.0) for row in range(rows)})
-        agent = agent_of(reward, "drop_group", decode=Decoder(), limits=Limits(1))
-        one = undecoded(rows)
-        agent.submit(1, Batch([row // n for row in range(rows)], one.columns))
-        rewards = await agent.collect(1)
-        assert rewards["kept"].tolist() == [False] * rows
-        assert reward.begun == [str(row) for row in range(0, rows, n)], "its group is not asked for any more"
-        await agent.close()
-
-    run_virtual(body)
-
-
 def test_a_response_that_cannot_be_decoded_later_ends_its_step() -> None:
     async def body() -> None:
         reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
@@ -424,19 +388,6 @@ def test_a_response_that_cannot_be_decoded_later_ends_its_step() -> None:
             await agent.collect(1)
         await asyncio.sleep(0.1)
         assert agent.stats()["running"] == 0
-        await agent.close()
-
-    run_virtual(body)
-
-
-def test_where_rows_share_answers_all_are_ready_at_once() -> None:
-    async def body() -> None:
-        decode, reward = Decoder(), Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
-        agent = agent_of(reward, decode=decode, limits=Limits(1), share_equal=True)
-        agent.submit(1, undecoded(1000))
-        await asyncio.sleep(0.5)
-        assert decode.rows == 1000
-        agent.cancel(1)
         await agent.close()
 
     run_virtual(body)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.errors import RewardFailed
+from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import BadScore, Limits, Retry, RewardAgent
 from dataflow.usercode.calls import GRACE_S
 from dataflow.usercode.failures import TimedOut, UserExit
@@ -453,3 +453,131 @@ def test_cancelled_calls_say_nothing_of_the_service() -> None:
         assert life.agent.stats()["limit"] == {"": 2}
 
     lives({"a": [FOR_EVER], "b": [FOR_EVER]}, then, limits=Limits(2, adaptive=True))
+
+
+# --- ends, and what is left behind -------------------------------------------------------------------------------
+
+
+def one(text: str = "x") -> Batch:
+    return Batch([0], {"data_source": ["d"], "ground_truth": [""], "response_text": [text]})
+
+
+def test_a_second_call_that_is_not_sent_takes_nothing_of_the_rate() -> None:
+    """A hedge that is granted the slot that the first call leaves would halve the rate."""
+
+    async def body() -> None:
+        loop, begun = asyncio.get_running_loop(), []
+
+        async def score(**_: Any) -> float:
+            begun.append(loop.time())
+            await asyncio.sleep(10)
+            return 1.0
+
+        agent = RewardAgent(score, limits=Limits(1, rpm=6), hedge_after=5.0)
+        for step in range(1, 6):
+            agent.submit(step, one())
+        for step in range(1, 6):
+            await agent.collect(step)
+        assert [round(at - begun[0]) for at in begun] == [0, 10, 20, 30, 40]
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_time_in_which_nothing_waits_is_no_wait_for_a_rate() -> None:
+    """A step that was cancelled while it waited for the rate would count until the next one comes."""
+
+    async def body() -> None:
+        async def score(**_: Any) -> float:
+            return 1.0
+
+        agent = RewardAgent(score, limits=Limits(4, rpm=1))
+        for step, then_s in ((1, 0.0), (2, 1.0), (3, 0.0)):
+            agent.submit(step, one())
+            await asyncio.sleep(then_s)
+            if step == 2:
+                agent.cancel(2)
+                await asyncio.sleep(3600)
+            else:
+                await agent.collect(step)
+        assert agent.stats()["rate_limit_wait_s"] < 60
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_post_processing_ends_with_its_step() -> None:
+    """It would hold its slot, and pay for calls, for a step that nobody collects."""
+
+    class Reward:
+        cancelled = 0
+
+        async def compute_score(self, **_: Any) -> float:
+            return 1.0
+
+        async def post_process_scores(self, scores: list[float]) -> list[float]:
+            try:
+                await asyncio.sleep(50)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+            return scores
+
+    async def body() -> None:
+        reward = Reward()
+        agent = RewardAgent(reward, limits=Limits(1))
+        agent.submit(1, one())
+        await asyncio.sleep(2)
+        agent.cancel(1)
+        await asyncio.sleep(0.1)
+        assert (reward.cancelled, agent.stats()["running"]) == (1, 0)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_the_call_of_a_cancelled_step_counts_for_the_step_that_shares_it() -> None:
+    """Its sample would have no latency, and count as one that cost nothing."""
+
+    async def body() -> None:
+        async def score(**_: Any) -> float:
+            await asyncio.sleep(10)
+            return 1.0
+
+        agent = RewardAgent(score, share_equal=True)
+        agent.submit(1, one())
+        agent.submit(2, one())
+        await asyncio.sleep(1)
+        agent.cancel(1)
+        summary = (await agent.collect(2)).meta["step"]
+        assert (summary["cached"], summary["scored"]) == (0, 1)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_the_last_log_is_called_before_the_end() -> None:
+    """The rewards of a run's last step would be missing in the user's log."""
+
+    class Reward:
+        logged = 0
+
+        def compute_score(self, **_: Any) -> float:
+            return 1.0
+
+        def log(self, **_: Any) -> None:
+            self.logged += 1
+
+        def close(self) -> None:
+            raise TimeoutError("the service did not answer")
+
+    async def body() -> None:
+        reward = Reward()
+        agent = RewardAgent(reward)
+        agent.submit(1, one())
+        await agent.collect(1)
+        with pytest.raises(DataflowError, match="'close' raised TimeoutError: the service did not answer"):
+            await agent.close()
+        assert reward.logged == 1
+
+    asyncio.run(body())

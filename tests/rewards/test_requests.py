@@ -17,8 +17,7 @@ from dataflow.batch import Batch
 from dataflow.errors import DataflowError
 from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.failure import parse_rule
-from dataflow.rewards.latencies import latency_summary
-from dataflow.rewards.requests import Request, State, StepRequests, Waiter, record
+from dataflow.rewards.requests import Request, State, StepRequests, Waiter, latency_summary, record
 from dataflow.rewards.steps import rewards_of, step_summary
 
 pytestmark = pytest.mark.timeout(30)

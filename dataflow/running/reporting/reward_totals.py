@@ -78,7 +78,7 @@ class RewardTotals:
             traces: what the agent did in the run, and in evaluations outside its clock.
             stats: of the agent, if it is still alive.
         """
-        from dataflow.rewards.latencies import latency_summary
+        from dataflow.rewards.requests import latency_summary
 
         sent = ended = retried = 0
         how: Counter[str] = Counter()
@@ -130,6 +130,6 @@ class RewardTotals:
 
 def latencies(marks: Iterable[Mark]) -> dict[str, float]:
     """Returns quantiles of the durations of the requests that were answered by a call, in seconds."""
-    from dataflow.rewards.latencies import latency_summary
+    from dataflow.rewards.requests import latency_summary
 
     return latency_summary(array("d", (mark.end - mark.begin for mark in marks if called(mark.args))))
