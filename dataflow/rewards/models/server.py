@@ -85,11 +85,10 @@ def router_command(urls: Sequence[str], metrics_port: int, policy: str) -> list[
     """
     options = {
         "prometheus-port": metrics_port,
-        "policy": policy,
+        "policy": policy if len(urls) > 1 else "round_robin",  # with one server, as Ray may place it, nothing else runs
         "health-check-interval-secs": 1,
         "health-failure-threshold": 1,
         "health-success-threshold": 1,
-        "log-level": "warning",
     }
     switches = ["--disable-retries", "--disable-circuit-breaker"]
     return command("vllm_router.launch_router", "--worker-urls", *urls, *flags(options), *switches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -345,7 +346,11 @@ class ServedModels:
             own = [urls[f"{name}-{number}"] for number in range(model.replicas if model.url is None else 0)]
             words = router_command(own or model.urls, metrics.number, model.routing)
             log, what = self._directory / LOGS / f"{name}-router.log", f"reward model '{name}': its router"
-            child = Child(words, Port(port.address, port.number), log, None, model.start_timeout, what)
+            variables = {
+                "RUST_LOG": "warn",
+                **os.environ,
+            }  # by default it logs each choice
+            child = Child(words, Port(port.address, port.number), log, variables, model.start_timeout, what)
             self._children.append(child)
             child.start()
         await asyncio.gather(*(asyncio.to_thread(child.wait_ready) for child in self._children))

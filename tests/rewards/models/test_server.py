@@ -50,6 +50,7 @@ def test_the_command_of_a_router() -> None:
     text = " ".join(words)
     assert "--prometheus-port 8 --policy cache_aware " in text
     assert text.endswith("--disable-retries --disable-circuit-breaker")
+    assert "--policy round_robin" in " ".join(router_command(["http://a"], 8, "power_of_two"))
 
 
 def test_options_become_words() -> None:
