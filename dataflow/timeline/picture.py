@@ -103,9 +103,8 @@ class _Panel:
                 thin = _THIN * max(1, min(len(rows), 4))
                 height = _BAND_HEIGHT if resource in self.levels else _HEIGHTS.get(resource, thin)
                 self.rows.append((resource, rows, height))
-        self.outages: dict[str, Sequence[tuple[float, float]]] = {}
         for server in servers_of(trace):
-            self.levels[server.name], self.outages[server.name] = in_flight(server.marks), server.outages
+            self.levels[server.name] = in_flight(server.marks)
             self.rows.append((server.name, [], _SERVER_HEIGHT))
         self.height = sum(h for *_, h in self.rows) + 0.07 * (len(self.rows) + 1)
 
@@ -126,8 +125,6 @@ class _Panel:
                 self._lane(axis, lane, at - (i + 1) * tall, tall, colour, pixels)
             if resource in POOLS:
                 self._waits(axis, below, height, resource)
-            out = [(self.time.at(begin), end - begin) for begin, end in self.outages.get(resource, ())]
-            axis.broken_barh(out, (below, height), **HATCHED)
             middles.append(below + height / 2)
             names.append(resource)
             at = below - 0.07
@@ -227,8 +224,7 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
 
     shown = {s.stage for p in panels for _, rows, _ in p.rows for lane in rows for s in lane}
     handles: list[Any] = [Patch(color=colour[s], label=s) for s in colour if s in shown]
-    out = any(times for p in panels for times in p.outages.values())
-    handles.append(Patch(**HATCHED, label="exposed wait, or a server that is out" if out else "exposed wait"))
+    handles.append(Patch(**HATCHED, label="exposed wait"))
     if any(p.levels for p in panels):
         most = max((level for p in panels for levels in p.levels.values() for _, level in levels), default=0)
         handles.append(Patch(color=_BAND, label=f"rewards in flight (at most {most})"))

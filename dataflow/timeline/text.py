@@ -28,7 +28,6 @@ LETTERS = {
 _SPARE = "BDEHJKMNPTWXYZabcdefghijkmnpqrstuwxyz"  # O, I, o and l look like digits
 _BARS = "▁▂▃▄▅▆▇█"
 _DOWN = "/"
-_OUT = "x"
 
 
 def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
@@ -152,21 +151,13 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
         most[agent] = max(level for _, level in levels)
         row = _flights(levels, end, columns, lambda time: axis.at(time) * scale)
         drawn.append((_flight_row(agent, several), broken(row)))
-    out = False
     for server in servers:
         levels = in_flight(m for m in server.marks if m.end > begin and m.begin < end)
         cells = [*_flights(levels, end, columns, lambda time: axis.at(time) * scale)] if levels else [" "] * columns
-        for since, until in server.outages:
-            a, b = column(since), max(column(until), column(since) + 1)
-            if until > begin and since < end:
-                cells[a:b] = _OUT * (min(b, columns) - a)
-                out = True
         drawn.append((server.name, broken("".join(cells))))
     shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
     legend = [f"{letter[s]} {s}" for s in shown_stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
     legend += [f"█ {level} rewards{f' of {agent}' if several else ''} in flight" for agent, level in most.items()]
-    if out:
-        legend.append(f"{_OUT} a server is out")
     if axis.downtimes:
         sign = _DOWN * max(1, column(axis.downtimes[0].end) - column(axis.downtimes[0].begin))
         legend += [f"{sign} {down.words}" for down in axis.downtimes] + ["(cut out of the axis)"]

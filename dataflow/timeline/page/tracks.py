@@ -26,8 +26,6 @@ Columns: TypeAlias = dict[str, list[Any]]
 
 _FEW = 2
 """Runs that are drawn as high as one."""
-OUT = "a server is out"
-"""What a server's outage is called among the causes."""
 _POINTS = 2000  # of a band: about the pixels across a screen
 _WORD = 80  # maximum characters of one fact in a tooltip
 
@@ -220,9 +218,6 @@ class _Run:
             top = self.made.height
             if levels := in_flight(server.marks):
                 self._band(levels, top, top + band)
-            for begin, end in server.outages:
-                _add(self.made.waits, self.index, self.at(begin), self.at(end), top, top + band, -1, self._why(OUT),
-                     server.name, "an answer to its health check", "", "")  # fmt: skip
             self.made.height += band
             self.made.rows.append(Row(server.name, top, self.made.height))
             self.made.height += gap
