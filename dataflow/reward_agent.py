@@ -238,8 +238,6 @@ class RewardAgent:
         batch.meta["limits"] = self._slots.take_changes()
         if self._log is not None:
             self._call_log(self._log, batch)
-        if self.ledger is not None:
-            self.ledger.collected(step, batch.ids)
         return batch
 
     async def settled(self, step: Step) -> None:

@@ -54,7 +54,7 @@ PRAGMA application_id = {_OURS};
 PRAGMA user_version = {_LAYOUT};
 CREATE TABLE request (
     run TEXT, step, grp INTEGER, sample INTEGER, key TEXT, submitted REAL, answered REAL, score REAL, answer TEXT,
-    story TEXT, failed_tries TEXT, collected REAL, PRIMARY KEY (run, step, grp, sample, key)
+    story TEXT, failed_tries TEXT, PRIMARY KEY (run, step, grp, sample, key)
 ) WITHOUT ROWID;
 CREATE INDEX answered ON request (key) WHERE score IS NOT NULL;
 """
@@ -74,8 +74,6 @@ _WRITES = {
     "submitted": _insert("submitted"),
     "answered": _insert("answered", "score", "answer", "failed_tries", "story"),
     "failed": _insert("story", "failed_tries"),
-    "collected": "UPDATE request SET collected = value ->> 2 FROM json_each(:rows)"
-    " WHERE run = :run AND step = value ->> 0 AND grp = value ->> 1",
 }
 _OF_STEP = (
     "SELECT json_group_array(json_array(grp, sample, key, answer)) FROM request"
@@ -85,10 +83,6 @@ _OF_STEP = (
 _OF_KEYS = (
     "SELECT json_group_array(json_array(key, answer)) FROM (SELECT key, answer FROM request"
     " WHERE score IS NOT NULL AND key IN (SELECT value FROM json_each(?)) ORDER BY answered DESC)"
-)
-_TOTALS = (
-    "SELECT json_array(COUNT(*), COUNT(score), COUNT(story),"
-    " COUNT(DISTINCT CASE WHEN collected NOTNULL THEN json_array(step, grp) END)) FROM request WHERE run = ?"
 )
 # Equal samples share one call, so each key counts once. An answer with NaN is no JSON to sqlite.
 _SPENT = (
@@ -209,27 +203,14 @@ class Ledger:
         with self._lock:
             self._put("failed", [row])
 
-    def collected(self, step: Step, groups: Sequence[int]) -> None:
-        """Records that groups were collected."""
-        step, now = _plain(step), time.time()
-        with self._lock:
-            self._put("collected", [(step, int(group), now) for group in groups])
-
     def counts(self) -> dict[str, int]:
         """Returns the counts of this object.
 
         Returns:
-            ``submitted``, ``answered`` and ``failed`` requests; ``collected`` groups; answers that were ``reused`` by
-            :meth:`submitted` or could not be stored (``unstored``).
+            ``submitted``, ``answered`` and ``failed`` requests; answers that were ``reused`` by :meth:`submitted` or
+            could not be stored (``unstored``).
         """
         return dict(self._counts)
-
-    def totals(self) -> dict[str, int]:
-        """Returns ``submitted``, ``answered``, ``failed`` and ``collected`` of the run, from the file.
-
-        Reads all of the run's requests, so it is too slow for each step.
-        """
-        return dict(zip(_WRITES, self._query(_TOTALS, self._run), strict=True))
 
     def spent(self) -> tuple[int, int, int]:
         """Returns how many of the run's answers state their tokens, these tokens, and the characters of the replies."""

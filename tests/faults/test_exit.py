@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.rewards.ledger import Ledger
+from tests.rewards.test_ledger import totals_in
 from tests.rigs.processes import left, marked
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
@@ -26,9 +26,9 @@ import asyncio, sys
 from pathlib import Path
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
+from dataflow.rewards.ledger import Ledger
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.functions import build_reward, load_reward
-from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.managers import build_manager
 
 HERE, ENDING, *KINDS = sys.argv[1:]
@@ -142,10 +142,7 @@ def ends(process: subprocess.Popen[str], mark: str) -> tuple[int, str, str]:
 def check_ledgers(tmp_path: Path) -> None:
     """What was answered is on disk."""
     for kind in KINDS:
-        ledger = Ledger(tmp_path / "ledger.db", kind)
-        totals = ledger.totals()
-        ledger.close()
-        assert (totals["submitted"], totals["answered"]) == (8, 2), kind
+        assert totals_in(tmp_path / "ledger.db", kind)[:2] == (8, 2), kind
 
 
 @pytest.mark.parametrize(("ending", "code"), [("return", 0), ("exit", 3)])
