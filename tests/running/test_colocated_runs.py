@@ -132,6 +132,8 @@ def test_the_stages_that_ask_are_on_the_gpus_and_wait_for_the_whole_rollout() ->
         assert (shared.by_name[name].on, shared.by_name[name].grain) == ("gpu", "step")
         assert shared.by_name[name].services["sleeper"].urls == ("http://h:1",)
     assert shared.by_name["reward_collect"].on == "reward"
+    restarts = [made.by_name["reward_collect"].host.restarts for made in (plain, shared)]
+    assert restarts == [3, 0], "the run goes back to its checkpoint, as a rebuilt agent would wake the model by itself"
 
 
 def test_a_stage_that_asks_in_another_way_is_refused() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 0.5
 """Seconds between two tries: nothing says when a server elsewhere has started."""
-_TRY_S = 10.0
 
 
 def check_servers(wanted: Sequence[tuple[str, str, float]]) -> None:
@@ -32,59 +31,46 @@ def check_servers(wanted: Sequence[tuple[str, str, float]]) -> None:
     Raises:
         ConfigError: one does not answer in time, or serves no model of the name.
     """
-    if wanted:
-        asyncio.run(_all(wanted))
 
+    async def answered(name: str, url: str, limit_s: float) -> None:
+        import aiohttp
 
-async def _all(wanted: Sequence[tuple[str, str, float]]) -> None:
-    import aiohttp
-
-    async with aiohttp.ClientSession() as session:
-        await asyncio.gather(*(_answered(session, name, url, limit_s) for name, url, limit_s in wanted))
-
-
-async def _answered(session: aiohttp.ClientSession, name: str, url: str, limit_s: float) -> None:
-    import aiohttp
-
-    shown, login = without_login(url)
-    what = f"reward.models.{name}.url={shown}"
-    headers = {"Authorization": login} if login else {}
-    end, reported = time.monotonic() + limit_s, False
-    while True:
-        left = end - time.monotonic()
-        try:
-            limit = aiohttp.ClientTimeout(total=max(0.1, min(_TRY_S, left)))
-            async with session.get(f"{root_of(shown)}/v1/models", headers=headers, timeout=limit) as reply:
-                if reply.status == 200:
-                    _check_name(await reply.read(), name, what)
-                    return
-                if reply.status in (401, 403):
+        what = f"reward.models.{name}.url={without_login(url)[0]}"
+        end, why = time.monotonic() + limit_s, ""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=max(limit_s, 0.1))) as session:
+            while (now := await _asked(session, f"{root_of(url)}/v1/models", name, what)) is not None:
+                if time.monotonic() + _AGAIN_S > end:
                     raise ConfigError(
-                        f"{what}: the server asks for a login ({reply.status}); give http://USER:PASSWORD@host:port."
+                        f"{what}: the server does not answer GET /v1/models ({now}) within {limit_s:g} s; start it, "
+                        f"correct the url, or give a start more time (reward.models.{name}.start_timeout)."
                     )
-                if reply.status in (404, 405, 501):
-                    return  # it answers, and does not say which models it has
-                why = f"{reply.status} {reply.reason}"
-        except TimeoutError:
-            why = "no answer"
-        except (aiohttp.ClientError, OSError) as error:
-            why = reason(error)
-        if time.monotonic() + _AGAIN_S > end:
-            raise ConfigError(
-                f"{what}: the server does not answer GET /v1/models ({why}) within {limit_s:g} s; start it, correct "
-                f"the url, or give a start more time (reward.models.{name}.start_timeout)."
-            )
-        if not reported:
-            reported = True
-            logger.warning(f"{what}: {why}; waiting for it, at most {limit_s:g} s")
-        await asyncio.sleep(_AGAIN_S)
+                if not why:
+                    logger.warning(f"{what}: {now}; waiting for it, at most {limit_s:g} s")
+                why = now
+                await asyncio.sleep(_AGAIN_S)
+
+    async def all_answered() -> None:
+        await asyncio.gather(*(answered(*each) for each in wanted))
+
+    asyncio.run(all_answered())
 
 
-def _check_name(reply: bytes, name: str, what: str) -> None:
+async def _asked(session: aiohttp.ClientSession, url: str, name: str, what: str) -> str | None:
+    """Returns why a server does not answer yet; None if it does, and has the model as far as it says."""
+    import aiohttp
+
     try:
-        data: Any = json.loads(reply)["data"]
-        known = [str(each["id"]) for each in data]
-    except (ValueError, RecursionError, LookupError, TypeError):
+        async with session.get(url) as reply:
+            status, text = reply.status, await reply.text(errors="replace")
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        return reason(error) or "no answer"
+    if status in (401, 403):
+        raise ConfigError(f"{what}: the server asks for a login ({status}); give http://USER:PASSWORD@host:port.")
+    if status != 200:
+        return None if status in (404, 405, 501) else f"it answers {status}"
+    try:
+        known = [str(each["id"]) for each in json.loads(text)["data"]]
+    except (ValueError, LookupError, TypeError):
         raise ConfigError(
             f"{what}: GET /v1/models is not answered with a list of models; give the url of a server that speaks "
             "OpenAI's protocol, as vllm serve does."
@@ -94,3 +80,4 @@ def _check_name(reply: bytes, name: str, what: str) -> None:
             f"{what}: that server has no model '{name}' but {', '.join(known) or 'none'}; start it with "
             f"--served-model-name {name}, or name the section as the server names its model."
         )
+    return None

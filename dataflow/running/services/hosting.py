@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.cluster.shared_paths import SharedPaths
-from dataflow.config.reward import RewardConfig, concurrency_of, model_of, source_of
+from dataflow.config.reward import RewardConfig, asked_of, concurrency_of, model_of, source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError, ModelError
 from dataflow.models.directory import room_of
@@ -230,6 +230,9 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
     if custom.path and config.reward.models:
         address = options.router_address or ROUTER
         options = options.model_copy(update={"models": config.reward.models, "router_address": address})
+    asked = config.reward.models.get(model or asked_of(config, source))
+    # Rebuilt by itself it would send its requests again, and wake a model while others use its GPUs.
+    rebuilt = asked is None or asked.placement != "colocated"
     return Hosted(
         name,
         REWARD,
@@ -243,7 +246,7 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
             "tokenizer": config.model.path,
         },
         concurrent=True,
-        restarts=options.restarts,
+        restarts=options.restarts if rebuilt else 0,
         **agent_place(config, source, judged=default is None),
     )
 
