@@ -58,7 +58,7 @@ class Port:
 
 
 class Child:
-    """A child process that answers ``GET /health``. It gets SIGTERM when the process that started it ends.
+    """A child process that serves HTTP. It gets SIGTERM when the process that started it ends.
 
     A context manager, which waits until it answers.
 
@@ -69,6 +69,7 @@ class Child:
         environment: all its variables; None for those of this process.
         start_s: seconds that it may take to answer.
         what: it is, for messages.
+        ready: path that it answers with 200 when it is ready.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Child:
         environment: Mapping[str, str] | None,
         start_s: float,
         what: str,
+        ready: str = "/health",
     ) -> None:
         self.url, self._port, self._log, self._start_s, self._what = port.url, port, log, start_s, what
+        self._ready = ready
         self._words = [*words, "--host", port.address, "--port", str(port.number)]
         self._environment = None if environment is None else dict(environment)
         self._offset = 0
@@ -118,13 +121,15 @@ class Child:
             if self._process.poll() is not None:
                 raise RunError(f"{self._what} did not start ({self.reason()}); {see}.")
             if time.monotonic() > end:
-                raise RunError(f"{self._what} did not start (no answer to GET /health in {self._start_s:g} s); {see}.")
+                raise RunError(
+                    f"{self._what} did not start (no answer to GET {self._ready} in {self._start_s:g} s); {see}."
+                )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, most_s)
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=_TRY_S):
+            with urllib.request.urlopen(f"{self.url}{self._ready}", timeout=_TRY_S):
                 return True
         except (OSError, HTTPException):
             return False

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from dataflow.system.serving import CLOSE_S, Child, Port
 
 LOGS = "servers"
 """Directory of the servers' logs in a run's directory."""
+ROUTER = "its router"
 SERVER = "dataflow.rewards.models.server:ModelServer"
 
 
@@ -291,7 +293,7 @@ class ServedModels:
         self._children: list[Child] = []
         self._keeping: list[asyncio.Task[None]] = []
         self._restarted = dict.fromkeys(self._models, 0)
-        self._lost: set[str] = set()
+        self._lost = Counter[str]()
         self.hosts: dict[str, Hosted] = {}
 
     def __enter__(self) -> ServedModels:
@@ -346,27 +348,23 @@ class ServedModels:
             own = [urls[f"{name}-{number}"] for number in range(model.replicas if model.url is None else 0)]
             words = router_command(own or model.urls, metrics.number, model.routing)
             log, what = self._directory / LOGS / f"{name}-router.log", f"reward model '{name}': its router"
-            variables = {
-                "RUST_LOG": "warn",
-                **os.environ,
-            }  # by default it logs each choice
-            child = Child(words, Port(port.address, port.number), log, variables, model.start_timeout, what)
+            variables = {"RUST_LOG": "warn", **os.environ}  # by default it logs each choice
+            at = Port(port.address, port.number)
+            # Its /health wants all servers, of which one may have died.
+            child = Child(words, at, log, variables, model.start_timeout, what, ready="/readiness")
             self._children.append(child)
             child.start()
         await asyncio.gather(*(asyncio.to_thread(child.wait_ready) for child in self._children))
+        kept = []
         for name, child in zip(self._routers, self._children, strict=True):
-            self._keep(name, "its router", child.ended, child.restart)
+            kept.append(self._keep(name, ROUTER, child.ended, child.restart))
         for name, model in self._models.items():
             for number in range(model.replicas if model.url is None else 0):
                 ask = partial(executor.ask, f"{name}-{number}")
-                self._keep(name, f"server {number}", partial(ask, "ended"), partial(ask, "restart"))
+                kept.append(self._keep(name, f"server {number}", partial(ask, "ended"), partial(ask, "restart")))
+        self._keeping = [asyncio.create_task(each) for each in kept]
 
-    def _keep(
-        self, name: str, what: str, ended: Callable[[], Awaitable[str]], restart: Callable[[], Awaitable[None]]
-    ) -> None:
-        self._keeping.append(asyncio.create_task(self._kept(name, what, ended, restart)))
-
-    async def _kept(
+    async def _keep(
         self, name: str, what: str, ended: Callable[[], Awaitable[str]], restart: Callable[[], Awaitable[None]]
     ) -> None:
         """Restarts a process of a model as often as it dies and may be restarted."""
@@ -390,10 +388,11 @@ class ServedModels:
             self._lose(name, what, lost)
 
     def _lose(self, name: str, what: str, error: RunError) -> None:
-        self._lost.add(f"{name} {what}")
         model = self._models[name]
-        left = model.replicas - len([each for each in self._lost if each.startswith(f"{name} ")])
-        if model.url is None and left > 0 and what != "its router":
+        self._lost[name] += 1
+        left = model.replicas - self._lost[name]
+        # All servers that share GPUs are woken for each step.
+        if what != ROUTER and left > 0 and model.placement == "own":
             logger.warning(f"{str(error).rstrip('.')}; the run goes on with {left} of its servers.")
         else:
             self._on_lost(error)
@@ -404,4 +403,4 @@ class ServedModels:
             keeping.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(child.close) for child in self._children))
-        self._keeping, self._children, self._lost = [], [], set()
+        self._keeping, self._children, self._lost = [], [], Counter()
