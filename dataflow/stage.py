@@ -258,8 +258,6 @@ def stage(
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
     imports: Sequence[str] = (),
     replays: bool = False,
-    forms_parts: None = None,
-    per_emission: None = None,
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Turns a function into a stage: parameters before ``*`` are fields, after ``*`` services and options.
 
@@ -289,8 +287,6 @@ def stage(
         replays: keeps in its service's memory the groups it reads, for a later stage of that service to return
             (reward_request), or the state it writes (sync_weights); if the service dies and is rebuilt, the stage
             runs again on the groups not yet returned, or on the newest state.
-        forms_parts: replaced by role="collects".
-        per_emission: replaced by per_chunk=True.
 
     Raises:
         PipelineError: no resource, no parentheses, no function, an unknown role, a parameter without a name, a field
@@ -317,10 +313,6 @@ def stage(
         place = placed(fn)
         if not on:
             raise PipelineError(f"@stage above {place} is without a resource; give on=, such as on='gpu' or 'reward'.")
-        if forms_parts is not None:
-            raise PipelineError(f'stage {place}: forms_parts=True is role="collects" now; change it.')
-        if per_emission is not None:
-            raise PipelineError(f"stage {place}: per_emission=True is per_chunk=True now; change it.")
         if role is not None and role not in ROLES:
             guess = nearest(str(role), ROLES) or f"; give one of {', '.join(ROLES)}."
             raise PipelineError(f"stage {place}: there is no role {role!r}{guess}")

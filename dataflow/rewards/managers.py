@@ -70,9 +70,6 @@ class Manager(RewardAdapter):
 class Naive(Manager):
     """The reward as it is."""
 
-    def __init__(self, reward: Any) -> None:
-        super().__init__(reward)
-
 
 class Dapo(Manager):
     """Subtracts DAPO's soft penalty for overlong responses from the score, which becomes the column ``acc``.

@@ -179,10 +179,6 @@ def test_a_single_name_may_stand_for_a_sequence_of_one() -> None:
 def test_a_role_is_one_there_is() -> None:
     with pytest.raises(PipelineError, match=r"'samples' \(.*\): there is no role 'sample'; did you mean 'samples'"):
         stage(on="gpu", role="sample")(samples)  # type: ignore[arg-type]
-    with pytest.raises(PipelineError, match=r'role="collects"'):
-        stage(on="gpu", forms_parts=True)(samples)  # type: ignore[arg-type]
-    with pytest.raises(PipelineError, match=r"per_emission=True is per_chunk=True now"):
-        stage(on="gpu", per_emission=True)(samples)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
