@@ -67,7 +67,7 @@ class ServedReward:
         normalize: str = "none",
         prompt: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name, self._kind = name, kind
+        self.name, self._down = name, False
         if normalize not in ("none", "sigmoid", "running"):
             raise ConfigError(f"reward.models.{name}.normalize={normalize}; give none, sigmoid or running.")
         self._sigmoid = normalize == "sigmoid"
@@ -106,7 +106,12 @@ class ServedReward:
                 if not _is_down(error):
                     error.args, error.fix = (self._with_keys(str(error)),), self._with_keys(error.fix)
                     raise
+                if not self._down:  # which a time-out would not say
+                    self._down = True
+                    why = self._with_keys(str(error))
+                    logger.warning(f"reward model '{self.name}': {why}; it is asked again until reward.timeout.")
             await asyncio.sleep(_AGAIN_S)
+        self._down = False
         if self._sigmoid:
             raw = columns["score"]
             columns |= {"score": 0.5 * (1.0 + math.tanh(raw / 2)), "raw_score": raw}

@@ -257,7 +257,7 @@ def test_an_agent_keeps_the_keys_of_models_in_its_messages() -> None:
     )
 
 
-def test_requests_wait_for_a_server_that_is_restarted() -> None:
+def test_requests_wait_for_a_server_that_is_restarted_and_say_so(warned: list[str]) -> None:
     async def body() -> None:
         async with servers(1, score=lambda body: float(len(body["messages"][-1]["content"]))) as (one,):
             reward = ServedReward("rm", one.url)
@@ -275,6 +275,7 @@ def test_requests_wait_for_a_server_that_is_restarted() -> None:
             await agent.close()
 
     run(body())
+    assert any("reward model 'rm': http://" in line and "asked again" in line for line in warned)
 
 
 def test_a_router_without_servers_is_asked_again_and_an_overloaded_server_is_not() -> None:
