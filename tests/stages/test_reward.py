@@ -61,7 +61,7 @@ def test_a_step_in_two_parts() -> None:
         assert counts == {"scored": 8, "failed": 0, "retried": 0, "hedged": 0, "cached": 0}
         assert {f"reward/latency_{q}" for q in ("p50", "p95", "p99", "max", "mean")} < set(metrics)
         assert (metrics["reward/running"], metrics["reward/limit"]) == (0, 64)
-        assert 0.015 < metrics["reward/latency_mean"] < metrics["reward/latency_max"] < 2
+        assert 0.015 < metrics["reward/latency_mean"] < metrics["reward/latency_max"]
         await agent.close()
 
     asyncio.run(body())
