@@ -154,7 +154,7 @@ class RewardAgent:
         self._counts: Counter[str] = self.steps.counts
         self._latency_s: deque[float] = deque(maxlen=_LATEST)
         self._by_key: dict[bytes, Job] = {}
-        self._sequence = 0
+        self._sequence, self._ended = 0, False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._logs: set[asyncio.Task[None]] = set()
         self._log_failed = False
@@ -298,6 +298,7 @@ class RewardAgent:
                 await asyncio.wait(self._tasks, timeout=_CLOSE_S)
             self._slots.close()
             await self._calls.close()
+        self._ended = True
         try:
             if self.ledger is not None:
                 await asyncio.to_thread(self.ledger.close)
@@ -473,6 +474,8 @@ class RewardAgent:
         """Calls the user's function in a slot, which is free when its code has ended or is abandoned."""
 
         def free(result: Any, error: BaseException | None) -> None:
+            if job.cancelled and error is None:
+                self._keep(job, result)
             overloaded = error is not None and is_overload(error)
             if error is not None and overloaded and (pause_s := retry_after_s(error)):
                 # Before the slot is free, which would start the next request. And no longer than a deadline, so that
@@ -504,6 +507,18 @@ class RewardAgent:
             return error
         finally:
             job.running -= 1
+
+    def _keep(self, job: Job, result: Any) -> None:
+        """Stores the answer to a request that was cancelled meanwhile: it is paid for, and a resumed run may use it."""
+        if self.ledger is None or self._ended:
+            return
+        try:
+            score, extras = read_result(result)
+        except ValueError:
+            return  # no answer
+        answer = Answer(score, redact_known(extras), clock.now() - job.begin, job.tries)
+        for request in job.cancelled:
+            self.ledger.answered(request.step.key, request.group, request.sample, job.key, answer)
 
     def _on_error(self, job: Job, error: Exception) -> None:
         """Counts a failed call."""
@@ -544,7 +559,8 @@ class RewardAgent:
                 if isinstance(outcome, Failed):
                     self.ledger.failed(*where, outcome.message, failed_tries)
                 else:
-                    answer = Answer(outcome.score, outcome.extras, end - job.begin, job.tries)
+                    tries = 0 if request.source == "shared" else job.tries
+                    answer = Answer(outcome.score, outcome.extras, end - job.begin, tries)
                     self.ledger.answered(*where, answer, failed_tries)
             if request.open:
                 if isinstance(outcome, Scored) and not alone:
@@ -605,6 +621,7 @@ class RewardAgent:
                 job.requests[0].source = ""
             return
         self._take_requests(job)
+        job.cancelled.append(request)
         if job.task is not None:
             job.task.cancel()
         self._report_soon()

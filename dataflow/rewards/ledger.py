@@ -84,12 +84,11 @@ _OF_KEYS = (
     "SELECT json_group_array(json_array(key, answer)) FROM (SELECT key, answer FROM request"
     " WHERE score IS NOT NULL AND key IN (SELECT value FROM json_each(?)) ORDER BY answered DESC)"
 )
-# Equal samples share one call, so each key counts once. An answer with NaN is no JSON to sqlite.
+# What shares a call of another request costs nothing. An answer with NaN is no JSON to sqlite.
 _SPENT = (
-    "SELECT json_array(COUNT(*), TOTAL(tokens), TOTAL(reply)) FROM ("
-    "SELECT MAX(json_extract(answer, '$[1].tokens')) AS tokens,"
-    " MAX(LENGTH(json_extract(answer, '$[1].explanation'))) AS reply"
-    " FROM request WHERE run = ? AND score IS NOT NULL AND json_valid(answer) GROUP BY key) WHERE tokens > 0"
+    "SELECT json_array(COUNT(*), TOTAL(json_extract(answer, '$[1].tokens')),"
+    " TOTAL(LENGTH(json_extract(answer, '$[1].explanation')))) FROM request WHERE run = ? AND score IS NOT NULL"
+    " AND json_valid(answer) AND json_extract(answer, '$[3]') > 0 AND json_extract(answer, '$[1].tokens') > 0"
 )
 
 _ACCESS = "make the file and its directory writable, or name another"
@@ -110,7 +109,7 @@ class Answer:
         score: a finite number.
         extras: further columns. From the ledger, numpy scalars are Python numbers, tuples lists, keys of dicts texts.
         latency_s: duration of the request, in seconds.
-        tries: number of tries, 1 or more.
+        tries: number of tries; 0 if another request's call was shared.
     """
 
     score: float

@@ -93,33 +93,35 @@ class Calls:
             error = raised
             raise
         finally:
-            free = partial(on_free or _nothing, result, error)
-            if code is None or code.done():
-                if code is not None and error is not None:
-                    _drop(code)
-                free()
+            on_free = on_free or _nothing
+            if code is None or (code.done() and not isinstance(error, asyncio.CancelledError)):
+                on_free(result, error)
+            elif code.done():
+                on_free(*_outcome(code))
             elif isinstance(code, asyncio.Task):
                 code.cancel()
-                self._leave(code, GRACE_S, free)
+                self._leave(code, GRACE_S, on_free, error)
             else:  # a thread cannot be stopped; it keeps its slot until its time-out
-                self._leave(code, max(0.0, ends_at - loop.time()), free)
+                self._leave(code, max(0.0, ends_at - loop.time()), on_free, error)
 
-    def _leave(self, code: asyncio.Future[Any], patience_s: float, free: Callable[[], None]) -> None:
+    def _leave(
+        self, code: asyncio.Future[Any], patience_s: float, on_free: OnFree, error: BaseException | None
+    ) -> None:
         """Frees a slot when its code ends, or after some seconds, from which on the code counts as abandoned."""
 
         def abandon() -> None:
             self._abandoned.add(code)
-            free()
+            on_free(None, error)
             if self._on_abandoned is not None:
                 self._on_abandoned(len(self._abandoned))
 
         def ended(_code: asyncio.Future[Any]) -> None:
+            outcome = _outcome(code)
             if code not in self._abandoned:
-                free()
+                on_free(*((None, error) if isinstance(error, TimedOut) else outcome))
             self._abandoned.discard(code)
             if timer is not None:
                 timer.cancel()
-            _drop(code)
 
         loop = asyncio.get_running_loop()
         timer = None if patience_s == math.inf else loop.call_later(patience_s, abandon)
@@ -144,10 +146,16 @@ async def _ended(code: asyncio.Future[Any], timeout_s: float | None, ends_at: fl
     return code.result()
 
 
-def _drop(code: asyncio.Future[Any]) -> None:
-    """Takes the outcome of code that nobody waits for any more, of which Python would log that nobody did."""
-    if not code.cancelled() and code.exception() is None and inspect.iscoroutine(code.result()):
-        code.result().close()
+def _outcome(code: asyncio.Future[Any]) -> tuple[Any, BaseException | None]:
+    """Returns result and error of code that has ended and that nobody waits for any more."""
+    if code.cancelled():
+        return None, asyncio.CancelledError()
+    if (error := code.exception()) is not None:
+        return None, error
+    if inspect.iscoroutine(result := code.result()):  # of a sync function; nobody awaits it, which Python would log
+        result.close()
+        return None, asyncio.CancelledError()
+    return result, None
 
 
 def _close(coroutine: Any, _task: asyncio.Future[Any]) -> None:

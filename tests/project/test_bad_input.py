@@ -158,7 +158,7 @@ def test_no_key_takes_a_number_that_is_none(value: str) -> None:
         ("name=\udcff", "valid UTF-8"),
         ("data.train=\udcff.jsonl", "valid UTF-8"),
         ('data.train="a\\0.jsonl"', "without NUL"),
-        ("judge.url=[]", "judge.url=[] names no server"),
+        ("judge.url=[http://a,http://b]", "for several servers give a router's"),
         ("data.train=a\nb.jsonl", "there is no such file"),
         ("model.path=a\nb", "does not exist"),
         ("model.path=" + "x" * 300, "is not a local directory"),
@@ -289,16 +289,12 @@ from dataflow.errors import ConfigError, Interrupted, RunError
 class Config(RunConfig): ...
 {text}
 """
-ODD = """class Odd(Exception):
-    def __str__(self):
-        raise SystemExit
-"""
 
 
 def _whole(body: str) -> str:
     """Returns a pipeline file whose Config has a validator with this body."""
     return (
-        f"from pydantic import model_validator\n{ODD}class Config(RunConfig):\n"
+        f"from pydantic import model_validator\nclass Config(RunConfig):\n"
         f"    @model_validator(mode='after')\n    def check(self):\n        {body}\ndef pipeline(config): ...\n"
     )
 
@@ -326,17 +322,9 @@ def _whole(body: str) -> str:
         ("raise BaseException", "cannot be loaded (line 5): BaseException"),
         ("import sys; sys.exit()", "cannot be loaded (line 5): SystemExit"),
         ("raise GeneratorExit", "cannot be loaded (line 5): GeneratorExit"),
-        ("raise KeyboardInterrupt", "cannot be loaded (line 5): KeyboardInterrupt"),
-        ("def pipeline(config): raise KeyboardInterrupt", "pipeline(config) raised KeyboardInterrupt (line 5)"),
         ("def pipeline(config): raise RunError('a\\nb')", "pipeline(config) raised RunError: a b (line 5)"),
         ("def pipeline(config): raise Interrupted('me')", "pipeline(config) raised Interrupted: me (line 5)"),
-        (
-            f"{ODD}def pipeline(config): raise Odd",
-            "pipeline(config) raised Odd: its __str__ raised SystemExit (line 8)",
-        ),
         (_whole("raise SystemExit(3)"), "the configuration Config cannot be built: SystemExit: 3"),
-        (_whole("raise KeyboardInterrupt"), "the configuration Config cannot be built: KeyboardInterrupt."),
-        (_whole("raise Odd"), "the configuration Config cannot be built: Odd: its __str__ raised SystemExit"),
         (_whole("return None"), "a validator of the whole class returned NoneType in place of it; return self"),
         (
             "class Config(RunConfig):\n    def model_post_init(self, _): raise TypeError('no')\n"

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,8 +300,9 @@ def test_what_a_run_spent_counts_each_call_once(path: Path) -> None:
         assert ledger.spent() == (0, 0, 0)
         ledger.submitted(1, [(0, 0, A), (0, 1, A), (1, 0, B), (2, 0, bytes(16))])
         paid = Answer(1.0, {"explanation": "seven..", "tokens": 40}, 0.5, 1)
-        for group, sample, of in ((0, 0, A), (0, 1, A), (1, 0, B)):  # A's samples are equal: one call
-            ledger.answered(1, group, sample, of, paid)
+        ledger.answered(1, 0, 0, A, paid)
+        ledger.answered(1, 0, 1, A, replace(paid, tries=0))  # shares the call of the first
+        ledger.answered(1, 1, 0, B, paid)
         ledger.answered(1, 2, 0, bytes(16), OTHER)  # it states no tokens
         ledger.flush()
         assert ledger.spent() == (2, 80, 14)

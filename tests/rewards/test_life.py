@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import BadScore, Limits, Retry, RewardAgent
+from dataflow.rewards.ledger import Ledger
 from dataflow.usercode.calls import GRACE_S
 from dataflow.usercode.failures import TimedOut, UserExit
 from tests.rigs.logs import logged
@@ -579,5 +582,34 @@ def test_the_last_log_is_called_before_the_end() -> None:
         with pytest.raises(DataflowError, match="'close' raised TimeoutError: the service did not answer"):
             await agent.close()
         assert reward.logged == 1
+
+    asyncio.run(body())
+
+
+def test_an_answer_that_comes_as_its_step_is_cancelled_is_in_the_ledger(tmp_path: Path) -> None:
+    """It is paid for, and a resumed run would pay again."""
+    release = threading.Event()
+
+    async def body() -> None:
+        def score(**_: Any) -> float:
+            release.wait(30)
+            return 0.5
+
+        ledger = Ledger(tmp_path / "rewards.sqlite", "run")
+        agent = RewardAgent(score, ledger=ledger)
+        agent.submit(1, one())
+        while not agent.stats()["running"]:
+            await asyncio.sleep(0.01)
+        agent.cancel(1)
+        release.set()
+        while agent.stats()["running"]:
+            await asyncio.sleep(0.01)
+        await agent.close()
+
+        again = RewardAgent(score, ledger=Ledger(tmp_path / "rewards.sqlite", "run"))
+        again.submit(1, one())
+        assert (await again.collect(1))["score"].tolist() == [0.5]
+        assert again.stats()["cached"] == 1
+        await again.close()
 
     asyncio.run(body())

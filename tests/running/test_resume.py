@@ -53,6 +53,8 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
             if list(HERE.glob("runs/stopped/checkpoints/step_*")) or (HERE / "at_once.txt").exists():
                 break
             await asyncio.sleep(0.05)
+        while len((HERE / "answered.jsonl").read_text().splitlines()) < int(left.read_text()) - 2:
+            await asyncio.sleep(0.01)  # the others, as those in flight are cancelled
         raise RuntimeError("the judge is out of order")
     await asyncio.sleep(0.005)
     with (HERE / "answered.jsonl").open("a") as log:

@@ -158,7 +158,10 @@ def address_of(url: str, path: str = "/v1/chat/completions") -> str:
     parts = urlsplit(url) if is_address(url) else None
     if parts is None or parts.query or parts.fragment:
         shown = redact(str(url).partition("?")[0])  # a key may follow
-        raise ConfigError(f"judge.url={shown} is not an address; give http://host:port, without a query.")
+        raise ConfigError(
+            f"judge.url={shown} is not an address; give http://host:port, without a query; "
+            "for several servers give a router's."
+        )
     base = url.rstrip("/")
     return base if base.endswith(path.removeprefix("/v1")) else f"{base.removesuffix('/v1')}{path}"
 
