@@ -49,6 +49,11 @@ class Arguments:
         # Unread: the first requests need not wait for the columns of all.
         self._samples, self._with_ids = samples.only(*names), with_ids
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the rows have token ids to be decoded."""
+        return self._decode is not None
+
     def rows(self, begin: int, end: int) -> list[dict[str, Any]]:
         """Returns the keywords of the rows from begin to end."""
         some = self._samples.rows(np.arange(begin, end))

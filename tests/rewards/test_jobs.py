@@ -320,6 +320,16 @@ def test_an_answer_that_cannot_be_read_has_failed() -> None:
 # --- a few at a time -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a virtual clock nothing waits for a thread."""
+
+    async def at_once(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+
+
 class Decoder:
     """Turns a token id into its digits, and counts what it was given."""
 
@@ -340,6 +350,7 @@ def undecoded(rows: int, first: int = 0) -> Batch:
     return Batch(list(range(first, first + rows)), columns)
 
 
+@pytest.mark.usefixtures("no_threads")
 def test_an_older_steps_last_rows_go_before_a_newer_steps_first() -> None:
     async def body() -> None:
         reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(500)})
@@ -362,6 +373,7 @@ def test_an_older_steps_last_rows_go_before_a_newer_steps_first() -> None:
     run_virtual(body)
 
 
+@pytest.mark.usefixtures("no_threads")
 def test_rows_that_were_not_ready_end_with_their_step() -> None:
     async def body() -> None:
         decode, reward = Decoder(), Reward(**{str(n): "never" for n in range(200)})
@@ -379,6 +391,7 @@ def test_rows_that_were_not_ready_end_with_their_step() -> None:
     run_virtual(body)
 
 
+@pytest.mark.usefixtures("no_threads")
 def test_a_response_that_cannot_be_decoded_later_ends_its_step() -> None:
     async def body() -> None:
         reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
