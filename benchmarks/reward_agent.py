@@ -4,7 +4,7 @@
     python benchmarks/reward_agent.py actor      # the agent in a process of its own, as in a run on Ray
     python benchmarks/reward_agent.py http       # through the judge and an HTTP server in a process of its own
 
-5,120 samples in groups of 5, responses of 1,024 tokens that the agent decodes, delays uniform between 0.01 and 0.4 s.
+5,120 samples in groups of 5, responses of 1,024 tokens with their texts, delays uniform between 0.01 and 0.4 s.
 The ideal schedule serves the same delays first come, first served, with the same number of servers and no overhead; all
 ratios are relative to it. CPU seconds are for 1,000 rewards and depend on the machine, so the table also has the CPU
 time of the same calls without an agent. The bounds on CPU time were set on a machine where aiohttp takes 0.13 ms per
@@ -38,7 +38,6 @@ import dataflow
 from dataflow import Batch, Carried, Hosted, Latest, Pipeline, RewardAgent, stage
 from dataflow.cluster.process import settle_memory
 from dataflow.reward_agent import Limits
-from dataflow.rewards.arguments import decoder
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.judge.rubric import messages
 from dataflow.rewards.judge.server import start_judge
@@ -61,7 +60,7 @@ class Case:
 
 
 HERE = [
-    Case("async", 256, {"makespan": 1.03, "first": 1.10, "submit_s": 0.10, "cpu_s": 0.12}),
+    Case("async", 256, {"makespan": 1.05, "first": 1.20, "submit_s": 0.10, "cpu_s": 0.3}),
     Case("sync", 256, {"makespan": 1.06}),
     Case("async", 1024, {"makespan": 1.07}),
     Case("async", 4096, {"makespan": 1.5}),
@@ -89,18 +88,18 @@ def ideal(delays: list[float], servers: int) -> tuple[float, float]:
     return ends[-1], ends[len(ends) // MINI_BATCHES - 1]
 
 
-def samples(tokenizer: Any, count: int) -> Batch:
-    """Returns prompts and responses as token ids, as a rollout engine does."""
+def samples(count: int) -> Batch:
+    """Returns prompts and responses as a rollout engine does: token ids, and the responses' texts."""
     import torch
 
-    text = "Tom has 12 apples and buys 7 more. He gives 5 to Ann: 12 + 7 - 5 = 14. #### 14\n"
-    ids = tokenizer(text)["input_ids"]
-    long = torch.tensor((ids * (2 * TOKENS // len(ids) + 2))[: 2 * TOKENS])
+    text = "Tom has 12 apples and buys 7 more. He gives 5 to Ann: 12 + 7 - 5 = 14. #### 14\n" * 40
+    long = torch.arange(2 * TOKENS)
     return Batch(
         [row // GROUP for row in range(count)],
         {
             "prompts": long[:PROMPT].repeat(count, 1),
             "responses": torch.stack([long[row % TOKENS : row % TOKENS + TOKENS] for row in range(count)]),
+            "response_text": [f"{row} {text}" for row in range(count)],
             "response_mask": torch.ones(count, TOKENS, dtype=torch.int64),
             "data_source": ["bench"] * count,
             "ground_truth": ["0"] * count,
@@ -122,9 +121,9 @@ def texts(count: int) -> Batch:
     )
 
 
-async def once(score: Any, batch: Batch, concurrency: int, decode: Any, ledger: Ledger | None) -> dict[str, float]:
+async def once(score: Any, batch: Batch, concurrency: int, ledger: Ledger | None) -> dict[str, float]:
     """Runs one step through an agent of its own, collected in mini-batches."""
-    agent = RewardAgent(score, limits=Limits(concurrency), decode=decode, ledger=ledger)
+    agent = RewardAgent(score, limits=Limits(concurrency), ledger=ledger)
     cpu, begin = time.process_time(), time.perf_counter()
     agent.submit(1, batch)
     submitted = time.perf_counter() - begin
@@ -168,16 +167,16 @@ def delays_of(count: int) -> list[float]:
     return [rng.uniform(LOW, HIGH) for _ in range(count)]
 
 
-def delayed(rounds: int, most: int, tokenizer: Any, ledger: Path | None, slower: float) -> list[dict[str, Any]]:
+def delayed(rounds: int, most: int, ledger: Path | None, slower: float) -> list[dict[str, Any]]:
     """Returns the rows with delays, with the agent in this process."""
     rows = []
     for case in limited(HERE, most):
         delays = delays_of(case.samples)
-        batch, decode = samples(tokenizer, case.samples), decoder(tokenizer)
+        batch = samples(case.samples)
         runs = []
         for _ in range(rounds):
             book = Ledger(ledger, f"bench-{time.time_ns()}") if ledger else None
-            runs.append(uvloop.run(once(scorers(delays)[case.kind], batch, case.concurrency, decode, book)))
+            runs.append(uvloop.run(once(scorers(delays)[case.kind], batch, case.concurrency, book)))
         bare_s = uvloop.run(bare(scorers(delays)["async"], case.concurrency, case.samples))
         rows.append({**judged(case, runs, slower), "bare_s": bare_s})
     return rows
@@ -201,13 +200,13 @@ def judged(case: Case, runs: list[dict[str, float]], slower: float) -> dict[str,
     return {**row, "bounds": scaled, "held": all(row[name] <= bound for name, bound in scaled.items())}
 
 
-def in_actor(rounds: int, most: int, tokenizer: str) -> list[dict[str, Any]]:
+def in_actor(rounds: int, most: int) -> list[dict[str, Any]]:
     """Returns the rows with the agent in an actor: a run on Ray with a step for each round, after one to warm up."""
     rows = []
     for case in limited(ACTOR, most):
         with tempfile.TemporaryDirectory() as runs:
             run = dataflow.run(
-                one_step(case, tokenizer), inputs={"prompts": lambda step: step}, executor="ray", policy="mini-batch",
+                one_step(case), inputs={"prompts": lambda step: step}, executor="ray", policy="mini-batch",
                 steps=1 + rounds, groups=case.samples // GROUP, mini_batches=MINI_BATCHES, runs=runs,
             )  # fmt: skip
             tasks = {(span.stage, span.step, span.part): span for span in run.trace.spans}
@@ -233,12 +232,10 @@ def sync(actor: int) -> int:
     return actor
 
 
-def one_step(case: Case, tokenizer: str) -> Pipeline:
+def one_step(case: Case) -> Pipeline:
     """Returns a pipeline whose steps hand the same samples to the agent and wait for their rewards."""
-    from transformers import AutoTokenizer
-
-    agent = Hosted("reward", partial(agent_there, case, tokenizer), concurrent=True)
-    batch = samples(AutoTokenizer.from_pretrained(tokenizer), case.samples)
+    agent = Hosted("reward", partial(agent_there, case), concurrent=True)
+    batch = samples(case.samples)
     return Pipeline(
         [rollout.bind(batch=batch), reward_request.bind(agent=agent), reward_collect.bind(agent=agent), update, sync],
         inputs=["prompts"],
@@ -266,12 +263,10 @@ class Metered:
         return {"cpu_s": time.process_time()}
 
 
-def agent_there(case: Case, tokenizer: str) -> RewardAgent:
+def agent_there(case: Case) -> RewardAgent:
     """Builds the agent in its actor."""
-    from transformers import AutoTokenizer
-
     score = Metered(scorers(delays_of(case.samples))[case.kind])
-    return RewardAgent(score, limits=Limits(case.concurrency), decode=decoder(AutoTokenizer.from_pretrained(tokenizer)))
+    return RewardAgent(score, limits=Limits(case.concurrency))
 
 
 async def bare(score: Any, concurrency: int, samples: int) -> float:
@@ -307,12 +302,12 @@ async def behind_a_straggler(delays: list[float], concurrency: int) -> float:
 
 
 def without_delay(rounds: int, samples: int) -> dict[str, Any]:
-    """Returns the rewards per second of a function that takes no time; with texts, so that nothing is decoded."""
+    """Returns the rewards per second of a function that takes no time."""
 
     async def at_once(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
         return 1.0
 
-    runs = [uvloop.run(once(at_once, texts(samples), 256, None, None)) for _ in range(rounds)]
+    runs = [uvloop.run(once(at_once, texts(samples), 256, None)) for _ in range(rounds)]
     rate = samples / statistics.median(run["end_s"] for run in runs)
     return {"rewards_per_s": rate, "bound": 15_000, "held": rate >= 15_000}
 
@@ -321,7 +316,7 @@ def over_http(rounds: int, samples: int, slower: float, delay_s: float = 0.5, co
     """Returns the rows of the judge's client with a server that takes half a second."""
     with start_judge(str(delay_s)) as server:
         batch = texts(samples)
-        runs = [uvloop.run(once(Judge(server.url), batch, concurrency, None, None)) for _ in range(rounds)]
+        runs = [uvloop.run(once(Judge(server.url), batch, concurrency, None)) for _ in range(rounds)]
         alone = uvloop.run(bare_http(server.url, samples, concurrency))
     best = concurrency / delay_s
     rate = samples / statistics.median(run["end_s"] for run in runs)
@@ -372,21 +367,13 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     found: dict[str, Any] = {}
     count = min(SAMPLES, given.samples)
-    uvloop.run(once(scorers([0.0] * count)["async"], texts(count), 256, None, None))
+    uvloop.run(once(scorers([0.0] * count)["async"], texts(count), 256, None))
     # As in the process that hosts an agent: exclude all imported objects from garbage collection.
     settle_memory()
     found["slower"] = slowness(count)
     print(f"{found['slower']:.2f} times slower than where the bounds on CPU time were set", flush=True)
-    model = ""
-    if not {"delays", "actor"}.isdisjoint(given.what):
-        from dataflow.models.tiny import tiny_model
-
-        model = str(tiny_model())
     if "delays" in given.what:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        found["delays"] = delayed(given.rounds, given.samples, tokenizer, given.ledger, found["slower"])
+        found["delays"] = delayed(given.rounds, given.samples, given.ledger, found["slower"])
         print("in this process\n" + _table(found["delays"], *NAMES[:-1], "bare_s", NAMES[-1]), flush=True)
         rng = random.Random(1)
         waits = [rng.uniform(LOW, HIGH) for _ in range(count)]
@@ -394,7 +381,7 @@ def main(arguments: list[str]) -> int:
         found["straggler"] = {"makespan": ratio, "bounds": {"makespan": 1.1}, "held": ratio <= 1.1}
         print(f"a step behind a straggler, relative to its ideal: {json.dumps(found['straggler'])}", flush=True)
     if "actor" in given.what:
-        found["actor"] = in_actor(given.rounds, given.samples, model)
+        found["actor"] = in_actor(given.rounds, given.samples)
         print("in an actor, from another process and back\n" + _table(found["actor"], *NAMES), flush=True)
     if "rate" in given.what:
         found["rate"] = without_delay(given.rounds, count)

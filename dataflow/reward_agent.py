@@ -21,7 +21,7 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.cluster.frozen import FrozenExit
 from dataflow.errors import ConfigError, DataflowError
-from dataflow.rewards.arguments import Arguments, Decode
+from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.functions import check_methods, load_reward
@@ -101,7 +101,6 @@ class RewardAgent:
         share_equal: whether requests in flight with the same prompt and response share one call.
         scorer: identifies what scores (its file, the judge's prompt); answers in the ledger by another one are not
             used.
-        decode: converts the token ids of responses to texts, for samples without ``response_text``.
         metrics: receives the stats about once a second while they change (Ray's own metrics).
         frozen_exit: ends this process, which is the agent's own, when a call freezes it.
         name: of the agent among several of a run; its messages and metrics have it.
@@ -124,7 +123,6 @@ class RewardAgent:
         ledger: Ledger | None = None,
         share_equal: bool = False,
         scorer: str = "",
-        decode: Decode | None = None,
         metrics: Metrics | None = None,
         frozen_exit: FrozenExit | None = None,
         name: str = MAIN,
@@ -148,7 +146,7 @@ class RewardAgent:
         self._tokens = getattr(compute_score, "tokens", None) if rated else None
         self._unmetered = rated and self._tokens is None
         self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
-        self._share_equal, self._scorer, self._decode = share_equal, scorer, decode
+        self._share_equal, self._scorer = share_equal, scorer
         self._hedge, self._metrics, self._frozen_exit = Hedge(hedge_after), metrics, frozen_exit
         self.steps = Steps(parse_rule(on_failure), max_failed_share, self._on_cancel, name)
         self._counts: Counter[str] = self.steps.counts
@@ -181,8 +179,8 @@ class RewardAgent:
         Args:
             step: number of a training step, or a name: ``"beside:3"`` for requests served with those of step 3, another
                 one like ``"val:3"`` for requests served after those of all steps.
-            samples: columns ``data_source``, ``ground_truth`` and ``response_text`` (or ``responses``, token ids
-                ``[rows, R]``, where the agent has ``decode``); optionally ``extra_info`` and ``raw_prompt``.
+            samples: columns ``data_source``, ``ground_truth`` and ``response_text``; optionally ``extra_info``,
+                ``raw_prompt`` and ``finish_reason``.
             extra_groups: groups beyond those that will be collected; the rest of them is cancelled at the end.
             more: further chunks of the step may follow, as from a streaming rollout, each with the same
                 ``extra_groups`` and ``more``; the last :meth:`collect` has ``last``.
@@ -195,7 +193,7 @@ class RewardAgent:
                 failed since its first chunk was submitted.
         """
         self.steps.check(step, samples, extra_groups, more)
-        arguments = Arguments(samples, self._decode, self._wants_ids)
+        arguments = Arguments(samples, self._wants_ids)
         self._bind()
         state, requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
         self._spawn(self._admit(state, requests, arguments, clock.now()))
@@ -324,12 +322,7 @@ class RewardAgent:
                     return
                 rows = requests[begin : begin + _ADMITTED]
                 try:
-                    end = begin + len(rows)
-                    if arguments.decodes:  # in a thread: 0.2 ms for a long response would hold up calls in flight
-                        keywords = await asyncio.to_thread(arguments.rows, begin, end)
-                    else:
-                        keywords = arguments.rows(begin, end)
-                    self._admit_rows(state, rows, keywords, submitted)
+                    self._admit_rows(state, rows, arguments.rows(begin, begin + len(rows)), submitted)
                 except Exception as error:  # reading a request may run the user's code
                     why = describe(error).rstrip(".")
                     self.steps.fail(state, f"reward agent: step {state.key} cannot be sent: {why}.", error)

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, DataflowError, RewardFailed
+from dataflow.errors import ConfigError, DataflowError
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
@@ -320,46 +319,21 @@ def test_an_answer_that_cannot_be_read_has_failed() -> None:
 # --- a few at a time -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a virtual clock nothing waits for a thread."""
-
-    async def at_once(function: Any, *arguments: Any) -> Any:
-        return function(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", at_once)
-
-
-class Decoder:
-    """Turns a token id into its digits, and counts what it was given."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.rows = 0
-        self.fails_at = fails_at
-
-    def __call__(self, rows: Any) -> list[str]:
-        self.rows += len(rows)
-        if self.fails_at is not None and self.rows > self.fails_at:
-            raise ValueError("no such token")
-        return [str(row[0]) for row in rows]
-
-
-def undecoded(rows: int, first: int = 0) -> Batch:
-    ids = torch.arange(first, first + rows).reshape(rows, 1)
-    columns = {"responses": ids, "data_source": ["d"] * rows, "ground_truth": ["t"] * rows}
+def numbered(rows: int, first: int = 0) -> Batch:
+    names = [str(number) for number in range(first, first + rows)]
+    columns = {"response_text": names, "data_source": ["d"] * rows, "ground_truth": ["t"] * rows}
     return Batch(list(range(first, first + rows)), columns)
 
 
-@pytest.mark.usefixtures("no_threads")
 def test_an_older_steps_last_rows_go_before_a_newer_steps_first() -> None:
     async def body() -> None:
         reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(500)})
-        agent = agent_of(reward, decode=Decoder(), limits=Limits(2))
-        agent.submit(1, undecoded(1, 999), more=True)
+        agent = agent_of(reward, limits=Limits(2))
+        agent.submit(1, numbered(1, 999), more=True)
         for step, first, rows in (("val:1", 400, 100), (3, 200, 200), (2, 0, 200)):
-            agent.submit(step, undecoded(rows, first))
+            agent.submit(step, numbered(rows, first))
         for set_ in (600, 700):  # each set of a step is taken up
-            agent.submit(1, undecoded(100, set_), more=True)
+            agent.submit(1, numbered(100, set_), more=True)
         reward.plan |= {str(n): ("after", 1.0, 0.0) for n in range(600, 1000)}
         await agent.collect(1, 201, last=True)
         for step in (2, 3, "val:1"):
@@ -368,39 +342,6 @@ def test_an_older_steps_last_rows_go_before_a_newer_steps_first() -> None:
         assert order[0] == 999
         assert sorted(order[1:3]) == [400, 600], "one slot was free before there was more of step 1"
         assert [row for row in order[1:] if row != 400] == [*range(600, 800), *range(400), *range(401, 500)]
-        await agent.close()
-
-    run_virtual(body)
-
-
-@pytest.mark.usefixtures("no_threads")
-def test_rows_that_were_not_ready_end_with_their_step() -> None:
-    async def body() -> None:
-        decode, reward = Decoder(), Reward(**{str(n): "never" for n in range(200)})
-        agent = agent_of(reward, decode=decode, limits=Limits(1))
-        agent.submit(1, undecoded(200))
-        await asyncio.sleep(0.1)
-        before = decode.rows
-        assert agent.cancel(1) == 200
-        agent.submit(2, undecoded(1, 300))
-        assert (await agent.collect(2))["score"].tolist() == [300.0]
-        assert decode.rows == before + 1, "nothing of what was cancelled"
-        assert agent.stats()["waiting"] == 0
-        await agent.close()
-
-    run_virtual(body)
-
-
-@pytest.mark.usefixtures("no_threads")
-def test_a_response_that_cannot_be_decoded_later_ends_its_step() -> None:
-    async def body() -> None:
-        reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
-        agent = agent_of(reward, decode=Decoder(fails_at=600), limits=Limits(100))
-        agent.submit(1, undecoded(1000))
-        with pytest.raises(RewardFailed, match=r"step 1 cannot be sent: ValueError: no such token"):
-            await agent.collect(1)
-        await asyncio.sleep(0.1)
-        assert agent.stats()["running"] == 0
         await agent.close()
 
     run_virtual(body)

@@ -52,7 +52,7 @@ def batch(rows: int = 4, **columns: Any) -> Batch:
 
 
 def test_a_row_is_called_with_verls_keywords() -> None:
-    rows = Arguments(batch(), None).rows(1, 3)
+    rows = Arguments(batch()).rows(1, 3)
     assert rows == [
         {"data_source": f"d{i}", "solution_str": f"text {i}", "ground_truth": i, "extra_info": {}} for i in (1, 2)
     ]
@@ -67,7 +67,7 @@ def test_extra_info_has_the_prompt_and_the_length_beside_the_datas_own() -> None
         response_mask=mask,
         finish_reason=["stop", "length", "length", "stop"],
     )
-    extras = [row["extra_info"] for row in Arguments(samples, None).rows(0, 4)]
+    extras = [row["extra_info"] for row in Arguments(samples).rows(0, 4)]
     assert extras == [
         {"index": 3, "raw_prompt": prompt, "response_length": 2, "finish_reason": "stop"},
         {"response_length": 3, "finish_reason": "length"},
@@ -78,63 +78,31 @@ def test_extra_info_has_the_prompt_and_the_length_beside_the_datas_own() -> None
 
 def test_each_call_may_change_what_it_is_given() -> None:
     samples = batch(extra_info=[{"index": 0}] * 4)
-    first, second = Arguments(samples, None).rows(0, 2)
+    first, second = Arguments(samples).rows(0, 2)
     first["extra_info"]["index"] = 9
     assert second["extra_info"] == {"index": 0}
     assert samples["extra_info"][0] == {"index": 0}
 
 
-def letters(rows: Any) -> list[str]:
-    return ["".join(chr(64 + token) for token in row.tolist()) for row in rows]
-
-
-def test_token_ids_are_decoded_up_to_their_lengths_a_few_rows_at_a_time() -> None:
-    asked: list[list[int]] = []
-
-    def decode(rows: Any) -> list[str]:
-        asked.append([len(row) for row in rows])
-        return letters(rows)
-
-    ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])
-    samples = batch(3, response_text=None, responses=ids, response_mask=mask)
-    arguments = Arguments(samples, decode)
-    assert [row["solution_str"] for row in arguments.rows(0, 2)] == ["AB", "DEF"]
-    assert [row["solution_str"] for row in arguments.rows(2, 3)] == [""]
-    assert asked == [[2, 3], [0]]
-    whole = Arguments(batch(3, response_text=None, responses=ids), decode)
-    assert [row["solution_str"] for row in whole.rows(0, 3)] == ["ABC", "DEF", "GHI"]
-
-
-def test_text_that_is_there_is_not_decoded_again() -> None:
-    def decode(rows: Any) -> list[str]:
-        raise AssertionError
-
-    samples = batch(2, responses=torch.ones(2, 3, dtype=torch.int64))
-    assert [row["solution_str"] for row in Arguments(samples, decode).rows(0, 2)] == ["text 0", "text 1"]
-
-
 def test_response_ids_where_they_are_wanted() -> None:
     ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     samples = batch(2, responses=ids, response_mask=mask)
-    extras = [row["extra_info"] for row in Arguments(samples, None, with_ids=True).rows(0, 2)]
+    extras = [row["extra_info"] for row in Arguments(samples, with_ids=True).rows(0, 2)]
     assert [extra["response_ids"] for extra in extras] == [[1, 2], [4, 5, 6]]
-    assert "response_ids" not in Arguments(samples, None).rows(0, 1)[0]["extra_info"]
-    assert "response_ids" not in Arguments(batch(2), None, with_ids=True).rows(0, 1)[0]["extra_info"]
+    assert "response_ids" not in Arguments(samples).rows(0, 1)[0]["extra_info"]
+    assert "response_ids" not in Arguments(batch(2), with_ids=True).rows(0, 1)[0]["extra_info"]
 
 
 @pytest.mark.parametrize("missing", ["data_source", "ground_truth", "response_text"])
 def test_a_column_that_is_missing(missing: str) -> None:
     with pytest.raises(DataflowError, match=f"no column '{missing}'"):
-        Arguments(batch(4, **{missing: None}), None)
-    if missing == "response_text":
-        with pytest.raises(DataflowError, match="no column 'responses'"):
-            Arguments(batch(response_text=None), letters)
+        Arguments(batch(4, **{missing: None}))
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6))
 def test_a_response_ends_with_its_last_token_that_is_not_masked(masks: list[list[bool]]) -> None:
     samples = batch(len(masks), response_mask=torch.tensor(masks), responses=torch.ones(len(masks), 5))
-    extras = [row["extra_info"] for row in Arguments(samples, None, with_ids=True).rows(0, len(masks))]
+    extras = [row["extra_info"] for row in Arguments(samples, with_ids=True).rows(0, len(masks))]
     ends = [max((i + 1 for i, kept in enumerate(mask) if kept), default=0) for mask in masks]
     assert [len(extra["response_ids"]) for extra in extras] == ends
     assert [extra["response_length"] for extra in extras] == [sum(mask) for mask in masks]

@@ -75,7 +75,7 @@ def estimated(batch: Batch, estimator: str) -> Batch:
 
 def test_rewards_see_the_whole_response_and_its_end(tiny_qwen: Path) -> None:
     batch = talked(tiny_qwen)
-    rows = Arguments(batch, None, with_ids=True).rows(0, len(batch))
+    rows = Arguments(batch, with_ids=True).rows(0, len(batch))
     there = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(dim=1)
     own = there - holes(batch).sum(dim=1)
     assert [row["extra_info"]["response_length"] for row in rows] == own.tolist() != there.tolist()
@@ -87,7 +87,7 @@ def test_rewards_see_the_whole_response_and_its_end(tiny_qwen: Path) -> None:
 
 def test_the_penalty_for_overlong_responses_is_for_the_models_own_tokens(tiny_qwen: Path) -> None:
     batch = talked(tiny_qwen)
-    call = Arguments(batch, None).rows(0, 1)[0]
+    call = Arguments(batch).rows(0, 1)[0]
     own, told = int(batch["response_mask"][0].sum()), int(holes(batch)[0].sum())
     assert told > 0
     for limit, score in ((own + 1, 1.0), (own, 0.0)):
