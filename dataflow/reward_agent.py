@@ -377,7 +377,7 @@ class RewardAgent:
 
         A failed try is followed by another one while the error is transient (:func:`is_transient`, or the user's
         ``retry_on``), tries are left, and the deadline allows it. A service that answers 429 with a Retry-After gets no
-        request at all until that is over (:meth:`_call`), and this one waits for it and for a random backoff.
+        new request until that, or a deadline, is over (:meth:`_call`); this one waits for it and a random backoff.
         """
         error: Exception | None = None
         while True:

@@ -14,6 +14,6 @@ The way of one request, from ``submit`` to ``collect``; each line names the func
       RewardAgent._finish_job, _route ../reward_agent.py  Scored or Failed, for each request of the job
         Steps.scored, Steps.failed  steps.py            the failure rule (failure.py)
     RewardAgent._post_process_group ../reward_agent.py  after the last request of a group: post_process_scores
-      Steps.arrive                  steps.py            wakes the waiter that has its groups
+      Steps.arrive                  steps.py            wakes the waiters in turn, while the first has its groups
     RewardAgent.collect             ../reward_agent.py  Steps.collect (steps.py) waited, and returns the rewards
 """

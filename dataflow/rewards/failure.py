@@ -1,8 +1,8 @@
 """The failure rule: what happens to a sample that cannot be scored. The user declares it; none is implied.
 
 A new kind of rule is named here (:data:`Kind`, ``drops``, ``for_validation``) and applied in
-:meth:`Steps.failed <dataflow.rewards.steps.Steps.failed>`; one that needs the whole group, in ``Steps._finish``. The
-rest is text: ``reward.on_failure`` in config/reward.py and docs/rewards.md.
+:meth:`Steps.failed <dataflow.rewards.steps.Steps.failed>`; one that needs the whole group, in ``Steps._finish``, before
+post-processing. The rest is text: ``reward.on_failure`` in config/reward.py and docs/rewards.md.
 """
 
 from __future__ import annotations
