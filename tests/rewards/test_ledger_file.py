@@ -113,7 +113,6 @@ def test_a_file_that_is_removed(path: Path) -> None:
         lambda: ledger.submitted(1, [(0, 0, A)]),
         lambda: ledger.answered(1, 0, 1, B, ANSWER),
         lambda: ledger.failed(1, 0, 1, B, "reset"),
-        lambda: ledger.collected(1, [0]),
         lambda: ledger.close(),
     ):
         with pytest.raises(RunError, match="it was removed during the run"):

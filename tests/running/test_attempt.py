@@ -47,7 +47,7 @@ def test_an_attempt_that_fails_leaves_its_record_whatever_its_agents_say(
     ended_by: str, raised: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run: Any = SimpleNamespace(
-        _began=0.0, _lost=None, _cancel=None, _ready=None, _server=None, inputs={}, directory=tmp_path,
+        _began=0.0, _lost=None, _cancel=None, _ready=None, _server=None, _served=None, inputs={}, directory=tmp_path,
         record=Record(tmp_path, Backends([])), progress=SimpleNamespace(stop=lambda: None),
         config=SimpleNamespace(steps=1, policy=SimpleNamespace(auto=False)),
         expand=lambda first: SimpleNamespace(steps=1), _meta=lambda: {"status": "running", "started": 0.0},
