@@ -26,7 +26,7 @@ from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.functions import check_methods, load_reward
 from dataflow.rewards.ledger import Answer, Ledger, key_of
-from dataflow.rewards.methods import close_reward, endpoint_of, estimate_of, usage_of
+from dataflow.rewards.methods import close_reward, estimate_of, result_of, usage_of
 from dataflow.rewards.metrics import Metrics
 from dataflow.rewards.naming import MAIN, metric
 from dataflow.rewards.requests import (
@@ -365,7 +365,7 @@ class RewardAgent:
             return
         job = request.job = Job(priority, submitted, arguments=keywords, key=key, requests=[request])
         if self._endpoint is not None:
-            job.endpoint = endpoint_of(self._endpoint, keywords)
+            job.endpoint = result_of(self._endpoint, keywords)
         if self._tokens is not None:
             job.tokens = estimate_of(self._tokens, keywords)
         if self._share_equal:
@@ -472,8 +472,8 @@ class RewardAgent:
         """Calls the user's function in a slot, which is free when its code has ended or is abandoned."""
 
         def free(result: Any, error: BaseException | None) -> None:
-            if job.cancelled and error is None:
-                self._keep(job, result)
+            if job.cancelled is not None and error is None:
+                self._keep(job, job.cancelled, result)
             overloaded = error is not None and is_overload(error)
             if error is not None and overloaded and (pause_s := retry_after_s(error)):
                 # Before the slot is free, which would start the next request. And no longer than a deadline, so that
@@ -506,7 +506,7 @@ class RewardAgent:
         finally:
             job.running -= 1
 
-    def _keep(self, job: Job, result: Any) -> None:
+    def _keep(self, job: Job, request: Request, result: Any) -> None:
         """Stores the answer to a request that was cancelled meanwhile: it is paid for, and a resumed run may use it."""
         if self.ledger is None or self._ended:
             return
@@ -515,8 +515,7 @@ class RewardAgent:
         except ValueError:
             return  # no answer
         answer = Answer(score, redact_known(extras), clock.now() - job.begin, job.tries)
-        for request in job.cancelled:
-            self.ledger.answered(request.step.key, request.group, request.sample, job.key, answer)
+        self.ledger.answered(request.step.key, request.group, request.sample, job.key, answer)
 
     def _on_error(self, job: Job, error: Exception) -> None:
         """Counts a failed call."""
@@ -619,7 +618,7 @@ class RewardAgent:
                 job.requests[0].source = ""
             return
         self._take_requests(job)
-        job.cancelled.append(request)
+        job.cancelled = request
         if job.task is not None:
             job.task.cancel()
         self._report_soon()

@@ -18,7 +18,7 @@ from dataflow.usercode.load import name_of, raised
 _CLOSE_S = 10.0  # time limit of close
 
 
-def endpoint_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def result_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Returns what the user's ``endpoint`` or ``tokens`` returns for a request.
 
     Raises:
@@ -36,7 +36,7 @@ def estimate_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> int
     Raises:
         RewardFailed: it raised an error, or returned no number of 0 or more.
     """
-    amount = endpoint_of(method, arguments)
+    amount = result_of(method, arguments)
     try:
         return int(read_amount(amount))
     except Exception as error:

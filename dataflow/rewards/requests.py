@@ -92,7 +92,7 @@ class Job(Item):
     key: bytes
     """Of its arguments; empty if neither a ledger nor other requests need it."""
     requests: list[Request]
-    cancelled: list[Request] = field(default_factory=list)
+    cancelled: Request | None = None
     """The last of its requests, if that was cancelled."""
     task: asyncio.Task[None] | None = None
     begin: float = 0.0

@@ -255,7 +255,7 @@ class Slots:
             item: that needs it.
             local: whether it calls no service.
         """
-        queue = self._local if local else self.queues.get(item.endpoint, self.queues[""])
+        queue = self._local if local else self._queue_of(item)
         if queue.limits.tpm is not None and item.tokens:
             tpm = queue.limits.tpm
             self._warn_of_slow(item.tokens * 60 / tpm, f"tpm={tpm:g} allows one request of {item.tokens:,} tokens")
@@ -275,8 +275,12 @@ class Slots:
     def promote(self, item: Item) -> None:
         """Moves an item that waits to its new, better priority."""
         if item.waiting is not None:
-            self.queues.get(item.endpoint, self.queues[""]).push(item, item.waiting)
+            self._queue_of(item).push(item, item.waiting)
             self.fill()
+
+    def _queue_of(self, item: Item) -> Queue:
+        """Returns the queue of an item's endpoint; endpoints without limits of their own share one."""
+        return self.queues.get(item.endpoint, self.queues[""])
 
     def fill(self) -> None:
         """Grants the free slots to the items with the best priority that may begin."""

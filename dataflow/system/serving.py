@@ -90,7 +90,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts the process; call it in a thread that lives as long: its end is what the process is told of."""
+        """Starts the process; call it in a thread that lives as long: the kernel ends the process with that thread."""
         tied = ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
         with ExitStack() as stack:
             output = None

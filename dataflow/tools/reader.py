@@ -24,7 +24,7 @@ _SAID = "dataflow-said"  # a text that no template changes
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a model asks for; ``error`` is what the model is told if it cannot be made."""
+    """One call that a model asks for; ``error`` is the answer to the model if it cannot be made."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Toolbox: the tools of a run, how its model is told of them, and how they are called; loaded in each process."""
+"""Toolbox: the tools of a run, their descriptions in the prompt, and their calls; loaded in each process."""
 
 from __future__ import annotations
 

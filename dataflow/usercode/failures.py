@@ -62,16 +62,6 @@ def shortened(trace: str) -> str:
     return trace if len(trace) <= LONGEST_TRACE else f"{trace[:half]}\n...\n{trace[-half:]}"
 
 
-def attempt(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, BaseException | None]:
-    """Calls a sync function of the user's; returns its result, and the exception that it raised."""
-    try:
-        return function(*arguments, **keywords), None
-    except BaseException as error:
-        if is_ours(error):
-            raise
-        return None, error
-
-
 def parts_of(error: BaseException) -> list[BaseException]:
     """Returns the exceptions in an exception group, at any depth, in order; of any other exception a list of itself."""
     if not isinstance(error, BaseExceptionGroup):

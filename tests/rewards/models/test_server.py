@@ -1,4 +1,4 @@
-"""The servers of reward models: what is started, how start and end are told, and that nothing outlives a run."""
+"""The servers of reward models: what is started, what start and end report, and that nothing outlives a run."""
 
 from __future__ import annotations
 
