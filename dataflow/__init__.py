@@ -15,8 +15,8 @@ from dataflow.policy import SchedulingPolicy, expand, preset
 if TYPE_CHECKING:
     from dataflow.api import Finding, Run, Trace, check, plan, resume, run, simulate
     from dataflow.batch import Batch
+    from dataflow.metrics import Mean, Sum
     from dataflow.reward_agent import RewardAgent
-    from dataflow.signature.parts import Mean, Sum
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ __all__ = [
 _LAZY = {
     "Batch": "dataflow.batch",
     "RewardAgent": "dataflow.reward_agent",
-    **dict.fromkeys(("Mean", "Sum"), "dataflow.signature.parts"),
+    **dict.fromkeys(("Mean", "Sum"), "dataflow.metrics"),
     **dict.fromkeys(("Finding", "Run", "Trace", "check", "plan", "resume", "run", "simulate"), "dataflow.api"),
 }
 """Names that are imported when they are used, so that ``import dataflow`` takes no time."""

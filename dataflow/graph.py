@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dataflow.errors import PipelineError, alike, nearest
-from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Role, Stage, TaskInfo, names_of, stage
+from dataflow.stage import Carried, Hosted, Lag, Latest, Piece, Read, Role, Stage, TaskInfo, names_of, stage
 
 if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = [
-    "WHEN", "Carried", "Grain", "Hosted", "Input", "Lag", "Latest", "Pipeline", "Read", "Role", "Stage",
+    "WHEN", "Carried", "Hosted", "Input", "Lag", "Latest", "Piece", "Pipeline", "Read", "Role", "Stage",
     "Task", "TaskGraph", "TaskId", "TaskInfo", "stage",
 ]  # fmt: skip
 
@@ -244,7 +244,7 @@ class Pipeline:
 
     def follows_stream(self, s: Stage) -> bool:
         """Whether the stage runs once for each chunk that another one emits."""
-        return s.grain == "chunk" and any(r.field in self.writer and self.writer[r.field].streams for r in s.reads)
+        return s.per == "chunk" and any(r.field in self.writer and self.writer[r.field].streams for r in s.reads)
 
     def task_of(self, i: TaskId) -> TaskId:
         """Returns the task's id, given its own or that of a chunk that it emits."""

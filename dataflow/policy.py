@@ -13,7 +13,7 @@ from numbers import Integral
 from typing import Literal
 
 from dataflow.errors import PipelineError, PolicyError, nearest
-from dataflow.graph import Grain, Pipeline, Stage, TaskGraph
+from dataflow.graph import Piece, Pipeline, Stage, TaskGraph
 from dataflow.tasks.reach import reach, reaches_of
 from dataflow.tasks.unroll import Shape, Unroller
 
@@ -303,28 +303,28 @@ def _check_stages(pipeline: Pipeline, policy: SchedulingPolicy) -> None:
     gathered: dict[str, str] = {}
     for s in pipeline.order:
         sources = [pipeline.writer[r.field].name for r in s.reads if r.lag == "none" and r.field in pipeline.writer]
-        if s.grain == "chunk":
+        if s.per == "chunk":
             # It runs before the parts are formed; a stage that reads all chunks waits for all.
             if any(name in split_stages or name in gathered for name in sources):
                 gathered[s.name] = s.name
             continue
-        if s.grain != "step" and pipeline.collector is None and policy.split > 1:
+        if s.per != "step" and pipeline.collector is None and policy.split > 1:
             raise PipelineError(
-                f"stage '{s.name}' runs once a {s.grain}, but no stage forms the parts; "
+                f"stage '{s.name}' runs once a {s.per}, but no stage forms the parts; "
                 "give the one that collects rewards role='collects'."
             )
-        if s.grain != "step" and policy.split > 1:
+        if s.per != "step" and policy.split > 1:
             for name in sources:
                 if name in gathered:
                     raise PipelineError(
-                        f"stage '{s.name}' runs once a {s.grain}, but reads from '{name}', which needs all parts of "
+                        f"stage '{s.name}' runs once a {s.per}, but reads from '{name}', which needs all parts of "
                         f"the step; make '{name}' splittable or use a policy with split=1."
                     )
-        if s.grain != "step":
+        if s.per != "step":
             split_stages.add(s.name)
         elif any(name in split_stages or name in gathered for name in sources):
             gathered[s.name] = s.name
-        if policy.split > 1 and s.grain == "part" and s.whole_batch and (why := s.whole_batch(s.services)):
+        if policy.split > 1 and s.per == "part" and s.whole_batch and (why := s.whole_batch(s.services)):
             raise PolicyError(
                 f"stage '{s.name}' needs the whole batch ({why}), but the policy splits it in {policy.split} parts; "
                 "use baseline, off-policy or another estimator."
@@ -361,9 +361,9 @@ class _Sizes:
     def shape(self, pipeline: Pipeline, policy: SchedulingPolicy) -> Shape:
         """Returns a policy as numbers of tasks, of groups and of steps."""
         chunks = _chunks(self.groups, self.mini_batches) if policy.stream_rollout else 1
-        of: dict[Grain, int] = {"step": 1, "chunk": 1, "part": policy.split, "mini-batch": self.mini_batches}
+        of: dict[Piece, int] = {"step": 1, "chunk": 1, "part": policy.split, "mini-batch": self.mini_batches}
         shares = {
-            s.name: s.mini_batches or (chunks if pipeline.follows_stream(s) else of[s.grain]) for s in pipeline.stages
+            s.name: s.mini_batches or (chunks if pipeline.follows_stream(s) else of[s.per]) for s in pipeline.stages
         }
         return Shape(
             shares=shares,

@@ -16,8 +16,8 @@ from dataflow.executors.inputs import StepInputs
 from dataflow.executors.parts import Parts
 from dataflow.executors.restored import Restored
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
+from dataflow.metrics import of_step
 from dataflow.scheduler import Scheduler
-from dataflow.signature.parts import of_step
 from dataflow.tasks.events import (
     Cancel,
     ChunkEmitted,

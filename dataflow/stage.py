@@ -1,44 +1,203 @@
-"""Stages: plain functions with named inputs, named outputs and a resource, and the services that they call.
+"""Stages: plain functions with named inputs, named outputs and a resource.
 
-Pure: no torch, no ray, no clock.
+From top to bottom: what marks a field of an earlier step (:class:`Carried`, :class:`Latest`), the task that a function
+runs as (:class:`TaskInfo`), the services that it calls (:class:`Hosted`), the :class:`Stage`, and the decorator
+:func:`stage` that makes one. Pure: no torch, no ray, no clock.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
+import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from numbers import Integral
-from typing import Any, Literal, TypeAlias
+from types import FrameType
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from dataflow.errors import PipelineError, an, counted, nearest
-from dataflow.signature.fields import Carried, Lag, Latest, Read, names_around, placed, read_of
-from dataflow.signature.hosted import Hosted
-from dataflow.signature.task_info import TaskInfo
+from dataflow.errors import DataflowError, PipelineError, an, counted, nearest
+from dataflow.metrics import Metric
+from dataflow.usercode.numeric import real_number
 
-Grain: TypeAlias = Literal["step", "chunk", "part", "mini-batch"]
-__all__ = [
-    "ROLES",
-    "SAMPLED",
-    "Carried",
-    "Grain",
-    "Hosted",
-    "Lag",
-    "Latest",
-    "Read",
-    "Role",
-    "Stage",
-    "TaskInfo",
-    "stage",
-]
-
+Piece: TypeAlias = Literal["step", "chunk", "part", "mini-batch"]
+"""What a task works on: a step, the groups that a streaming stage emits together, those of one collect, or those of
+one optimizer step."""
+Lag: TypeAlias = Literal["none", "latest", "carried"]
 Role: TypeAlias = Literal["samples", "requests", "collects", "trains", "syncs", "validates", "saves"]
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 SAMPLED = "groups sampled"
 """Name of the trace level that counts the finished groups of a rollout."""
+RUNS_OWN = ("step", "timing_s/step")
+"""Columns of a row of metrics that no stage may log: the step's number and its time."""
+
+
+class Carried:
+    """Marks a field of an earlier step, 1 + max_staleness steps back (the weights that a rollout samples with).
+
+    Samples are then at most max_staleness steps old: step 5 of a run with max_staleness=1 samples with the weights of
+    step 3, where an on-policy step samples with those of step 4.
+    """
+
+
+class Latest:
+    """Marks a field of the previous step, whatever the staleness (the weights that a trainer continues from)."""
+
+
+class Read(NamedTuple):
+    """One field that a stage reads, the step it is read from, and whether it may be absent (then it is None)."""
+
+    field: str
+    lag: Lag = "none"
+    optional: bool = False
+
+
+@dataclass
+class TaskInfo:
+    """The task that a stage function runs as, passed to it as the keyword parameter ``task``."""
+
+    step: int
+    stage: str = ""
+    part: int = 0
+    parts: int = 1
+    epoch: int = 0
+    """How often the stage worked on these groups before, in this step."""
+    epochs: int = 1
+    groups: tuple[int, ...] | None = None
+    """The groups it works on; None for all groups of the step."""
+    take: int | None = None
+    """How many groups a collecting stage must return; None for all groups of the step."""
+    order: Literal["arrival", "index"] = "arrival"
+    max_staleness: int = 0
+    emits: int = 1
+    """Chunks that a streaming stage must emit while it runs; 1 for none before its end."""
+    emitted: Mapping[int, Any] = field(default_factory=dict)
+    """Chunks that it emitted before its process died and it was restarted, by number."""
+    on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    marks: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> bool:
+        return self.part == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the stage's last task of the step."""
+        return self.part == self.parts - 1
+
+    def emit(self, number: int, *values: Any) -> None:
+        """Emits one of ``emits`` chunks, each once in any order: a Batch of whole groups for each field it writes."""
+        if self.on_emit is not None:
+            self.on_emit(number, values)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the step.
+
+        The tasks of a step may log the same ones, each of them the same way. A :class:`dataflow.Mean` is weighted by
+        what it is over, and a :class:`dataflow.Sum` added up; other numbers are reduced by max or min if their
+        name ends so, and averaged otherwise.
+
+        Raises:
+            DataflowError: a value is not a number (arrays and tensors of one element are), or the name is the run's.
+        """
+        for name, value in metrics.items():
+            if name in RUNS_OWN:
+                raise DataflowError(f"stage '{self.stage}' logs '{name}', which the run itself logs; rename it.")
+            try:
+                self.metrics[name] = value if isinstance(value, Metric) else real_number(value)
+            except ValueError as error:
+                raise DataflowError(f"stage '{self.stage}' logs {error} as metric '{name}'; log a number.") from error
+
+    def note(self, **facts: Any) -> None:
+        """Adds facts to the task's own span in the trace, JSON-able (``requests``, how many it sent)."""
+        self.facts.update(facts)
+
+    def mark(self, name: str, begin: float, end: float, **facts: Any) -> None:
+        """Adds a span inside this task (a reward request) to the trace, by :func:`dataflow.system.clock.now`."""
+        self.marks.append({"name": name, "begin": begin, "end": end, **facts})
+
+    def level(self, name: str, at: float, value: float) -> None:
+        """Adds to the trace the value that a level (a limit) has from ``at`` on, in seconds as for :meth:`mark`."""
+        self.marks.append({"name": name, "at": at, "value": value})
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A service in a process of its own: an engine, a trainer, the reward agent.
+
+    The executor builds it there with ``factory(**options)`` and runs the stages that use it in the same process.
+
+    Attributes:
+        name: of the host; services of one name are one object.
+        factory: builds the service; as ``"package.module:name"`` it is imported only where it is built.
+        options: keyword arguments of the factory.
+        ranks: processes that all run each call (SPMD); the outputs of the first are used.
+        gpus: GPUs per process, or the share of one.
+        devices: GPUs that each process has ``gpus`` of, all on one node.
+        concurrent: calls run concurrently on one event loop (for I/O-bound services).
+        restarts: how often in a run it may be rebuilt when its process dies; stages that replay then run again,
+            followed by the interrupted tasks. For services whose state can be restored, such as an agent; with 0 its
+            death restarts the run from the newest checkpoint.
+        alone: built before the other services on GPUs, never at the same time, since it measures free memory.
+        close_s: seconds that closing it may take at the end of a run.
+        here: runs on the node of the run's own process on a cluster, as it uses files or servers there, unless
+            ``ray.nodes`` names other nodes for it.
+        files: paths that it reads, by the key that gives each; on a cluster its nodes must have the same.
+        made: directories that the run has made itself, likewise, which are copied to a node without them.
+        writes: files that it writes outside the run's directory, by key; on a cluster its nodes must
+            share the directories of these files with the machine of the command.
+        run_directory: whether it has files in the run's directory, which its nodes then must share. One that a stage
+            with the role ``saves`` calls has.
+        around: called with the task of each stage function in its process (except those that save, which run beside
+            others), returns what is entered around the call, such as a profiler.
+    """
+
+    name: str
+    factory: Callable[..., Any] | str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    gpus: float = 0.0
+    devices: int = 1
+    concurrent: bool = False
+    restarts: int = 0
+    alone: bool = False
+    close_s: float = 1.0
+    here: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, str] = field(default_factory=dict)
+    writes: Mapping[str, str] = field(default_factory=dict)
+    run_directory: bool = False
+    around: Callable[[TaskInfo], AbstractContextManager[None]] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.factory, str) and not callable(self.factory):
+            raise PipelineError(
+                f"Hosted('{self.name}', ...): {an(type(self.factory).__name__)} builds no service; give the class or "
+                "function itself, which is called in the service's process, and its arguments as a dict after it."
+            )
+        if not isinstance(self.options, Mapping):
+            raise PipelineError(
+                f"Hosted('{self.name}', ...): its options are {an(type(self.options).__name__)}; give a dict of "
+                "keyword arguments."
+            )
+
+    @property
+    def lasting(self) -> bool:
+        """Whether one process hosts it for the whole run, so that what that process keeps is not missing in another."""
+        return self.ranks == 1 and not self.restarts
+
+    def build(self) -> Any:
+        """Returns the service, built in this process."""
+        factory = self.factory
+        if isinstance(factory, str):
+            module, _, name = factory.partition(":")
+            factory = getattr(importlib.import_module(module), name)
+        return factory(**self.options)
 
 
 @dataclass(frozen=True)
@@ -50,7 +209,8 @@ class Stage:
     reads: tuple[Read, ...]
     writes: tuple[str, ...]
     on: str
-    grain: Grain = "step"
+    per: Piece = "step"
+    """It runs once for each of these."""
     role: Role | None = None
     streams: bool = False
     after: tuple[str, ...] = ()
@@ -67,16 +227,6 @@ class Stage:
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
     imports: tuple[str, ...] = ()
     replays: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("name", "on", "ahead_of"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name in ("name", "on")):
-                raise PipelineError(f"stage '{self.name}': {name}={value!r}; give a name.")
-        if not self.name or "[" in self.name:
-            raise PipelineError(
-                f"'{self.name}' cannot be the name of a stage: tasks are named NAME[STEP]; give one without '['."
-            )
 
     @property
     def collects(self) -> bool:
@@ -128,18 +278,20 @@ class Stage:
                     f"stage '{self.name}' takes no service or option '{service}'{nearest(service, self.accepts)}"
                     f" (it takes {', '.join(self.accepts) or 'none'})."
                 )
-        other = dict(renamed or {})
-        names_of(other.values(), f"stage '{self.name}': renamed")
+        given = {
+            "name": name,
+            "on": on,
+            "every": every,
+            "after": None if after is None else names_of(after, f"stage '{self.name}': after"),
+            "ahead_of": ahead_of,
+            "mini_batches": mini_batches,
+            "epochs": epochs,
+            "epochs_over": epochs_over,
+        }
+        other = renamed or {}
         return replace(
             self,
-            name=name or self.name,
-            on=on or self.on,
-            every=self.every if every is None else every,
-            after=self.after if after is None else names_of(after, f"stage '{self.name}': after"),
-            ahead_of=ahead_of or self.ahead_of,
-            mini_batches=self.mini_batches if mini_batches is None else mini_batches,
-            epochs=self.epochs if epochs is None else epochs,
-            epochs_over=epochs_over or self.epochs_over,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
             reads=tuple(r._replace(field=other.get(r.field, r.field)) for r in self.reads),
             writes=tuple(other.get(w, w) for w in self.writes),
             services={**self.services, **services},
@@ -166,6 +318,10 @@ class Stage:
         Raises:
             PipelineError: a parameter is not bound, or an option is out of range or does not fit the others.
         """
+        if not self.name or "[" in self.name:
+            raise PipelineError(
+                f"'{self.name}' cannot be the name of a stage: tasks are named NAME[STEP]; give one without '['."
+            )
         if missing := self.unbound():
             raise PipelineError(
                 f"stage '{self.name}' needs service or option '{missing[0]}'; bind it: "
@@ -175,45 +331,32 @@ class Stage:
             raise PipelineError(
                 f"stage '{self.name}' collects the rewards of every step, so it cannot run only every {self.every}."
             )
-        if self.grain != "mini-batch" and (self.mini_batches is not None or self.epochs != 1):
+        if self.per != "mini-batch" and (self.mini_batches is not None or self.epochs != 1):
             raise PipelineError(
-                f"stage '{self.name}' runs once a {self.grain}, so it takes neither mini_batches= nor epochs=; declare "
+                f"stage '{self.name}' runs once a {self.per}, so it takes neither mini_batches= nor epochs=; declare "
                 "it with per_mini_batch=True."
             )
         for name in ("every", "mini_batches", "epochs"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-                raise PipelineError(f"stage '{self.name}': {name}={value!r}; give a whole number.")
-            if value is not None and value < 1:
-                raise PipelineError(f"stage '{self.name}': {name}={value}; give 1 or more.")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise PipelineError(f"stage '{self.name}': {name}={value!r}; give a whole number of 1 or more.")
         if self.epochs_over not in ("mini-batch", "step"):
             raise PipelineError(f"stage '{self.name}': epochs_over={self.epochs_over!r}; use 'mini-batch' or 'step'.")
         _ = self.host
 
     def facts(self) -> dict[str, Any]:
         """Returns the stage without its function and services, JSON-able."""
-        alike = (
-            "name",
-            "on",
-            "grain",
-            "role",
-            "streams",
-            "every",
-            "ahead_of",
-            "mini_batches",
-            "epochs",
-            "epochs_over",
-        )
+        alike = ("name", "on", "per", "role", "streams", "every", "ahead_of", "mini_batches", "epochs", "epochs_over")
         lists = {"reads": [list(r) for r in self.reads], "writes": list(self.writes), "after": list(self.after)}
         return {name: getattr(self, name) for name in alike} | lists
 
     def words(self) -> list[str]:
         """Returns how often it runs and where, each fact in a few words."""
         found = [f"on {self.on}"]
-        if self.grain == "chunk":
+        if self.per == "chunk":
             found.append("once a chunk where the policy streams")
-        elif self.grain != "step":
-            found.append(f"once a {self.grain}")
+        elif self.per != "step":
+            found.append(f"once a {self.per}")
         if self.mini_batches is not None:
             found.append(counted(self.mini_batches, "mini-batch"))
         if self.epochs > 1:
@@ -299,18 +442,22 @@ def stage(
     >>> measure.reads, measure.writes, measure("abc", scale=2)
     ((Read(field='text', lag='none', optional=False),), ('length',), 6)
     """
-
     if fn is not None:
         raise PipelineError(
-            f'@stage above {placed(fn)} is without parentheses; write @stage(writes="FIELD", on="RESOURCE").'
+            f'@stage above {_placed(fn)} is without parentheses; write @stage(writes="FIELD", on="RESOURCE").'
         )
-    grain: Grain = "chunk" if per_chunk else "mini-batch" if per_mini_batch else "step"
+    per: Piece = "chunk" if per_chunk else "mini-batch" if per_mini_batch else "step"
     if splittable or role == "collects":
-        grain = "part"
+        per = "part"
 
     def wrap(fn: Callable[..., Any]) -> Stage:
-        _check_function(fn)
-        place = placed(fn)
+        if not inspect.isroutine(fn):  # a stage already, a class, functools.partial
+            name = f"'{fn.name}'" if isinstance(fn, Stage) else repr(fn)
+            raise PipelineError(
+                f"@stage above {name}: this is {an(type(fn).__name__)}, no function; write a function that calls it, "
+                "or bind(name=...) a stage again."
+            )
+        place = _placed(fn)
         if not on:
             raise PipelineError(f"@stage above {place} is without a resource; give on=, such as on='gpu' or 'reward'.")
         if role is not None and role not in ROLES:
@@ -320,17 +467,17 @@ def stage(
             raise PipelineError(
                 f"stage {place} contains yield, so a call would not run it; return the values of its fields."
             )
-        if streams and grain != "step":
-            raise PipelineError(f"stage {place} runs once a {grain}, so it cannot stream; let it run once a step.")
+        if streams and per != "step":
+            raise PipelineError(f"stage {place} runs once a {per}, so it cannot stream; let it run once a step.")
         reads: list[Read] = []
         services: list[str] = []
-        around = names_around(fn, sys._getframe(1))
+        local = _local_names(fn, sys._getframe(1))
         for name, parameter in inspect.signature(fn).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 if name != "task":
                     services.append(name)
             elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                reads.append(read_of(fn, parameter, around))
+                reads.append(_read_of(fn, parameter, local))
             else:
                 raise PipelineError(
                     f"stage {place}: parameter '*{name}' has no name to be a field; name each field that it reads."
@@ -341,7 +488,7 @@ def stage(
             reads=tuple(reads),
             writes=names_of(writes, f"stage {place}: writes"),
             on=on,
-            grain=grain,
+            per=per,
             role=role,
             streams=streams,
             after=names_of(after, f"stage {place}: after"),
@@ -369,13 +516,74 @@ def names_of(given: str | Iterable[str], what: str) -> tuple[str, ...]:
     return names
 
 
-def _check_function(fn: Any) -> None:
-    if isinstance(fn, Stage):
-        raise PipelineError(f"'{fn.name}' is a stage already; bind(name=...) makes another stage of its function.")
-    if isinstance(fn, type) or not callable(fn):
-        raise PipelineError(f"@stage above {getattr(fn, '__name__', repr(fn))}: this is no function; give a function.")
-    if not hasattr(fn, "__name__"):  # functools.partial, an object with __call__
+def _read_of(fn: Callable[..., Any], parameter: inspect.Parameter, local: Mapping[str, Any]) -> Read:
+    """Returns the field that a parameter stands for.
+
+    Args:
+        fn: the stage's function.
+        parameter: one of those before ``*``.
+        local: names of the function or class in which ``fn`` was defined.
+
+    Raises:
+        PipelineError: a default other than None, or an annotation that cannot be resolved.
+    """
+    name, default = parameter.name, parameter.default
+    optional = default is not inspect.Parameter.empty
+    if optional and default is not None:
         raise PipelineError(
-            f"@stage above {an(type(fn).__name__)}: it has no name; write a function that calls it, whose options "
-            "(after the *) are given by bind()."
+            f"stage '{fn.__name__}': field '{name}' has the default {default!r}; give None, which makes the field "
+            f"optional, or move '{name}' behind the *, which makes it an option."
         )
+    if parameter.annotation is inspect.Parameter.empty:
+        return Read(name, "none", optional)
+    written = parameter.annotation
+    text = written if isinstance(written, str) else inspect.formatannotation(written)
+    where = f"stage '{fn.__name__}': the annotation '{text}' of field '{name}'"
+    alone = types.SimpleNamespace(__annotations__={name: written})
+    known = getattr(inspect.unwrap(fn), "__globals__", {})
+    try:
+        kind = typing.get_type_hints(alone, known, dict(local), include_extras=True)[name]
+    except Exception as error:
+        raise PipelineError(
+            f"{where} cannot be resolved ({error}), and might say that the field comes from an earlier step; import "
+            "its names where the stage is made, not under TYPE_CHECKING."
+        ) from error
+    lags = list(dict.fromkeys(_lags(kind)))
+    if len(lags) > 1:
+        raise PipelineError(f"{where} says both Carried and Latest; give one of them.")
+    return Read(name, lags[0] if lags else "none", optional)
+
+
+def _lags(kind: Any) -> Iterator[Lag]:
+    """Yields the lags of the markers in a type: itself, its arguments (of Annotated, of a union), behind an alias."""
+    origin = typing.get_origin(kind) or kind
+    marker = origin if isinstance(origin, type) else type(origin)
+    if issubclass(marker, Carried):
+        yield "carried"
+    elif issubclass(marker, Latest):
+        yield "latest"
+    inner = kind if isinstance(kind, list | tuple) else typing.get_args(kind)
+    behind = (getattr(kind, "__supertype__", None), getattr(kind, "__bound__", None), getattr(kind, "__value__", None))
+    for item in (*inner, *behind):
+        if item is not None:
+            yield from _lags(item)
+
+
+def _local_names(fn: Callable[..., Any], frame: FrameType | None) -> Mapping[str, Any]:
+    """Returns the local names of the function or class that defines ``fn``, if that still runs in or below ``frame``.
+
+    Annotations are texts, so a function's closure lacks the names that it uses in them alone.
+    """
+    home = inspect.unwrap(fn).__qualname__.rpartition(".")[0].removesuffix(".<locals>")
+    while home and frame is not None:
+        if frame.f_code.co_qualname == home:
+            return frame.f_locals
+        frame = frame.f_back
+    return {}
+
+
+def _placed(fn: Any) -> str:
+    """Returns the name of a function with its file and line."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    name = f"'{getattr(fn, '__name__', fn)}'"
+    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

@@ -136,7 +136,7 @@ WRONG = {
     "no epochs": (
         lambda: with_critic({"epochs": 0}),
         PipelineError,
-        "stage 'actor_update': epochs=0; give 1 or more.",
+        "stage 'actor_update': epochs=0; give a whole number of 1 or more.",
     ),
     "epochs of a stage that runs once": (
         lambda: Pipeline([testing.rollout.bind(epochs=2)], inputs=["prompts", "weights_version"]),

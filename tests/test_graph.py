@@ -42,7 +42,7 @@ def test_a_stage_is_a_plain_function_with_named_fields():
     def f(one, two: Carried, three: Latest, *, service, task): ...
 
     assert f.reads == (Read("one"), Read("two", "carried"), Read("three", "latest"))
-    assert (f.name, f.writes, f.on, f.after, f.every, f.grain) == ("f", ("a", "b"), "gpu", ("x",), 2, "step")
+    assert (f.name, f.writes, f.on, f.after, f.every, f.per) == ("f", ("a", "b"), "gpu", ("x",), 2, "step")
     assert f.accepts == ("service",)
     assert f.unbound() == ["service"]
 
@@ -310,11 +310,11 @@ WRONG = {
     ),
     "every": (
         build(*GRPO, plain("mine", writes="m", on="io", every=0)),
-        "stage 'mine': every=0; give 1 or more.",
+        "stage 'mine': every=0; give a whole number of 1 or more.",
     ),
     "every in part": (
         build(*GRPO, plain("mine", writes="m", on="io", every=1.5)),
-        "stage 'mine': every=1.5; give a whole number.",
+        "stage 'mine': every=1.5; give a whole number of 1 or more.",
     ),
     "no stage": (
         lambda: expand(Pipeline([]), SchedulingPolicy(), 1),

@@ -42,7 +42,7 @@ BASELINE, BOTH = SchedulingPolicy(), preset("both", 4)
 def other(graph: TaskGraph, dice: random.Random, most: int = 2) -> SchedulingPolicy:
     """Returns a random policy that may follow that of a graph; some do not fit its pipeline."""
     numbers = [
-        s.mini_batches or graph.parts[s.name] // s.epochs for s in graph.pipeline.stages if s.grain == "mini-batch"
+        s.mini_batches or graph.parts[s.name] // s.epochs for s in graph.pipeline.stages if s.per == "mini-batch"
     ]
     split = dice.choice(divisors(math.gcd(*numbers) if numbers else graph.groups or 1))
     return SchedulingPolicy(split, dice.randint(0, most), graph.order, dice.random() < 0.5)

@@ -23,7 +23,7 @@ class SharedPaths:
 
     Attributes:
         service: its name.
-        files: that it reads; see :class:`~dataflow.signature.hosted.Hosted`, also for the next two.
+        files: that it reads; see :class:`~dataflow.stage.Hosted`, also for the next two.
         made: directories that the run has made itself.
         writes: files that it writes outside the run's directory.
         directory: of the run, if the service uses it.

@@ -12,7 +12,7 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.signature.task_info import TaskInfo
+from dataflow.stage import TaskInfo
 
 SHOWN = 5
 """Operators that a task's span names."""

@@ -39,7 +39,7 @@ class Parts:
     def __init__(self, graph: TaskGraph) -> None:
         self._pipeline: Pipeline = graph.pipeline
         self._in_order = graph.order == "index"
-        training = [s for s in self._pipeline.stages if s.grain == "mini-batch"]
+        training = [s for s in self._pipeline.stages if s.per == "mini-batch"]
         self._mini_batches = math.lcm(*(graph.parts[s.name] // s.epochs for s in training))
         self._written: dict[int, dict[str, set[int]]] = {}
         self._formed: dict[int, dict[int, Sequence[int]]] = {}

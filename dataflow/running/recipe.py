@@ -111,7 +111,7 @@ def colocated(config: Any, stages: Sequence[Stage]) -> list[Stage]:
             raise ConfigError(f"{key}: stage '{s.name}' asks for rewards while the model sleeps; give placement=own.")
         model = models[name]
         sleeper = Sleeper(f"reward model '{name}'", model.each_server, model.start_timeout)
-        found[at] = replace(s.bind(on=pool, sleeper=sleeper), grain="step")
+        found[at] = replace(s.bind(on=pool, sleeper=sleeper), per="step")
     return found
 
 

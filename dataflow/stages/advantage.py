@@ -20,7 +20,7 @@ from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
-from dataflow.signature.parts import Mean, Part, Provisional, Sum, by_name
+from dataflow.metrics import Mean, Metric, Provisional, Sum, by_name
 from dataflow.stages.rollout import CLIP_RATIO, cut_off, token_metrics
 from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
@@ -300,7 +300,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     return found
 
 
-class _ExplainedVariance(Part):
+class _ExplainedVariance(Metric):
     """The share of the variance of returns that values explain, as verl computes it.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataflow.batch import Batch
 from dataflow.engines.base import Teacher
 from dataflow.graph import TaskInfo, stage
-from dataflow.signature.parts import Mean
+from dataflow.metrics import Mean
 from dataflow.stages.rollout import token_metrics
 from dataflow.stages.scoring.finite import check_finite
 

@@ -16,7 +16,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling, Writes
 from dataflow.errors import RunError
 from dataflow.graph import Carried, TaskInfo, stage
-from dataflow.signature.parts import Provisional, Sum
+from dataflow.metrics import Provisional, Sum
 from dataflow.stage import SAMPLED
 from dataflow.system import clock
 

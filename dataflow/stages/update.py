@@ -13,7 +13,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Critic, Trainer
 from dataflow.errors import RunError, counted
 from dataflow.graph import Latest, Stage, TaskInfo, stage
-from dataflow.signature.parts import Sum
+from dataflow.metrics import Sum
 from dataflow.stages.log_prob import bypassing
 
 

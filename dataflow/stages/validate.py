@@ -11,7 +11,7 @@ import numpy as np
 
 from dataflow.batch import Batch
 from dataflow.graph import TaskInfo, stage
-from dataflow.signature.parts import Mean
+from dataflow.metrics import Mean
 from dataflow.usercode.copies import own_copy
 
 SCORE, ACCURACY = "val-aux/score", "val-aux/accuracy"

@@ -117,7 +117,7 @@ class Unroller:
         shares = self.shape(step).shares
         mine, theirs = shares[reader.name], shares[source.name]
         share, _epoch = self._place(reader, step, part)
-        if source.streams and reader.grain == "chunk":
+        if source.streams and reader.per == "chunk":
             return [TaskId(step, source.name, share, mine)]
         ids = self._ids(source, step)
         if source.epochs > 1:
@@ -126,7 +126,7 @@ class Unroller:
 
     def _gathers(self, s: Stage, step: int) -> bool:
         """Whether the stage runs once on the groups of all parts."""
-        once = s.name in self.behind and s.grain not in ("part", "mini-batch")
+        once = s.name in self.behind and s.per not in ("part", "mini-batch")
         return once and self.shape(step).tasks[s.name] == 1
 
     def _input(self, s: Stage, step: int, part: int, read: Read) -> Input:
@@ -148,9 +148,9 @@ class Unroller:
         chosen_by: tuple[TaskId, ...] = ()
         at, epoch = self._place(s, step, part)
         share = (0, 1)
-        if s.grain == "chunk" and shape.tasks[s.name] > 1:
+        if s.per == "chunk" and shape.tasks[s.name] > 1:
             chosen_by = (next(d for d in deps if d.parts > 1 and self.pipeline.by_name[d.stage].streams),)
-        elif collector is not None and s.grain in ("part", "mini-batch") and s is not collector:
+        elif collector is not None and s.per in ("part", "mini-batch") and s is not collector:
             chosen_by = (self._beside(collector, s, step, part)[0],)
             each = shape.shares[s.name] // shape.split
             share = (at % each, each)

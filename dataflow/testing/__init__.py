@@ -15,7 +15,7 @@ from typing import Any
 
 from dataflow.executors.base import Chunk, Done, Kept, StageCall
 from dataflow.executors.virtual import Costs, VirtualExecutor
-from dataflow.graph import Carried, Grain, Hosted, Lag, Latest, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
+from dataflow.graph import Carried, Hosted, Lag, Latest, Piece, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, divisors, expand
 from dataflow.runner import Runner
 from dataflow.testing.checks import check_trace
@@ -121,7 +121,7 @@ def grpo_pipeline(val_every: int | None = None, resources: Mapping[str, int | No
 
 
 def random_pipeline(dice: random.Random) -> Pipeline:
-    """Returns a valid pipeline of 2 to 7 stages with random edges, grains and resources.
+    """Returns a valid pipeline of 2 to 7 stages with random edges, pieces and resources.
 
     It may have optional fields, several collectors, and stages with epochs and their own number of mini-batches.
 
@@ -144,22 +144,22 @@ def random_pipeline(dice: random.Random) -> Pipeline:
         sources = [m for m in known if dice.random() < 0.5]
         rarely = [m for m in range(n) if stages[m].every not in (None, every) and dice.random() < 0.2]
         gathers = any(m in needs_all for m in (*sources, *rarely))
-        grain: Grain = "step"
+        per: Piece = "step"
         if n == collector:
-            grain = "part"
+            per = "part"
             sources = [m for m in sources if m not in needs_all]
             rarely = [m for m in rarely if m not in needs_all]
         elif collector is not None and n > collector and not gathers:
-            grain = dice.choice(["step", "part", "mini-batch"])
-        if grain != "step":
+            per = dice.choice(["step", "part", "mini-batch"])
+        if per != "step":
             split.add(n)
         elif gathers or any(m in split for m in (*sources, *rarely)):
             needs_all.add(n)
         reads = [Read("prompts")] if dice.random() < 0.5 else []
         reads += [Read("absent", "none", True)] if dice.random() < 0.2 else []
         reads += [Read(f"f{m}", "none", True) for m in rarely]
-        collects = n == collector or (grain == "part" and every is None and dice.random() < 0.3)
-        trains = grain == "mini-batch"
+        collects = n == collector or (per == "part" and every is None and dice.random() < 0.3)
+        trains = per == "mini-batch"
         stages.append(
             Stage(
                 name=f"s{n}",
@@ -167,7 +167,7 @@ def random_pipeline(dice: random.Random) -> Pipeline:
                 reads=(*reads, *(Read(f"f{m}") for m in sources)),
                 writes=(f"f{n}",),
                 on=(on := dice.choice(list(resources))),
-                grain=grain,
+                per=per,
                 role="collects" if collects else "trains" if trains else None,
                 mini_batches=dice.choice([None, 2, 6]) if trains else None,
                 epochs=dice.choice([1, 1, 2, 3]) if trains else 1,
@@ -192,14 +192,14 @@ def random_pipeline(dice: random.Random) -> Pipeline:
 
 def _stream(stages: list[Stage], dice: random.Random, before: int, needs_all: set[int]) -> None:
     """Lets the first stage stream at random, and some of its readers run once per chunk."""
-    if stages[0].grain != "step" or dice.random() < 0.5:
+    if stages[0].per != "step" or dice.random() < 0.5:
         return
     stages[0] = replace(stages[0], streams=True)
-    whole = {s.writes[0] for s in stages if s.grain == "step" and s.every is None} | {"prompts"}
+    whole = {s.writes[0] for s in stages if s.per == "step" and s.every is None} | {"prompts"}
     for m, s in enumerate(stages[:before]):
         fields = {r.field for r in s.reads}
         if s.writes[0] in whole and m not in needs_all and "f0" in fields <= whole and dice.random() < 0.7:
-            stages[m] = replace(s, grain="chunk")
+            stages[m] = replace(s, per="chunk")
             whole.discard(s.writes[0])
 
 

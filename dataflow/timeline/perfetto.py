@@ -91,8 +91,6 @@ def read(path: str | os.PathLike[str]) -> Trace:
     trace = Trace(meta=meta)
     for stage in trace.declared:
         # An old trace declares which stage forms parts, and no other role.
-        if stage.get("grain") == "emission":
-            stage["grain"] = "chunk"
         usual = "collects" if stage.pop("forms_parts", False) else USUAL.get(stage.get("name", ""), ("", ""))[0]
         stage.setdefault("role", usual or None)
     for event in events:

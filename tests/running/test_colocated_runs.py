@@ -127,9 +127,9 @@ def test_every_policy_runs_with_it(policy: str, staleness: int) -> None:
 
 def test_the_stages_that_ask_are_on_the_gpus_and_wait_for_the_whole_rollout() -> None:
     plain, shared = pipeline(), pipeline("reward.models.rm.placement=colocated")
-    assert (plain.by_name["reward_request"].on, plain.by_name["reward_request"].grain) == ("controller", "chunk")
+    assert (plain.by_name["reward_request"].on, plain.by_name["reward_request"].per) == ("controller", "chunk")
     for name in ("reward_request", "val_score"):
-        assert (shared.by_name[name].on, shared.by_name[name].grain) == ("gpu", "step")
+        assert (shared.by_name[name].on, shared.by_name[name].per) == ("gpu", "step")
         assert shared.by_name[name].services["sleeper"].urls == ("http://h:1",)
     assert shared.by_name["reward_collect"].on == "reward"
     restarts = [made.by_name["reward_collect"].host.restarts for made in (plain, shared)]

@@ -14,7 +14,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import ConfigError, DataError, DataflowError
 from dataflow.graph import TaskInfo
-from dataflow.signature.parts import of_step
+from dataflow.metrics import of_step
 from dataflow.stages.advantage import _counted, advantage, advantage_stage
 
 heavy = pytest.mark.heavy
@@ -150,7 +150,7 @@ def test_every_estimator_of_verl_is_accounted_for() -> None:
 
 
 def test_the_error_gives_the_reason_why_a_stage_needs_the_whole_batch() -> None:
-    assert advantage.grain == "part"
+    assert advantage.per == "part"
     assert advantage.whole_batch is not None
     for name, estimator in ESTIMATORS.items():
         why = advantage.whole_batch({"algorithm": options(name)})

@@ -144,7 +144,7 @@ def test_the_stages_declare_their_place() -> None:
         "reward_collect": "reward",
         "val_score": "reward",
     }
-    assert reward_collect.grain == "part"
+    assert reward_collect.per == "part"
     assert val_score.every is None
 
 

@@ -12,7 +12,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
-from dataflow.signature.parts import of_step
+from dataflow.metrics import of_step
 from dataflow.stages.update import TrainedGroups, actor_update, critic_update, staleness, update_stage
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tensordict import NonTensorData, TensorDict
 
-from dataflow.signature.parts import Mean, by_name
+from dataflow.metrics import Mean, by_name
 
 
 def count_flops(rows: TensorDict, lengths: np.ndarray) -> None:

@@ -82,7 +82,7 @@ def check_nodes(config: Any, hosts: Mapping[str, Hosted]) -> None:
 def model_files(
     path: str | None, key: str = "model.path", others: Mapping[str, str | None] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Returns the arguments of a :class:`~dataflow.signature.hosted.Hosted` that name the files of its service.
+    """Returns the arguments of a :class:`~dataflow.stage.Hosted` that name the files of its service.
 
     Args:
         path: of its model; None if it has none, or none yet.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.graph import Carried, TaskInfo, stage
-from dataflow.signature.parts import Provisional
+from dataflow.metrics import Provisional
 from dataflow.stages.rollout import VALIDATION_SEED, check_version, emit_batches, length_metrics, not_emitted
 from dataflow.usercode.copies import own_copy
 

@@ -16,7 +16,7 @@ import numpy as np
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, nearest
 from dataflow.graph import Read, Stage, TaskInfo
-from dataflow.signature.parts import Mean, Sum
+from dataflow.metrics import Mean, Sum
 from dataflow.stages.reward import rewards_of
 from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
@@ -69,7 +69,7 @@ def combine_stage(agents: Mapping[str, str], *, weights: Mapping[str, float], le
         reads=(Read("responses"), *(Read(rewards_of(agent)) for agent in agents.values())),
         writes=("scores",),
         on="controller",
-        grain="part",
+        per="part",
         services={"sources": tuple(agents), "weights": dict(weights), "length": length},
         accepts=("sources", "weights", "length"),
     )

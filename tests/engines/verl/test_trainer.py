@@ -25,7 +25,7 @@ from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError, DataflowError
 from dataflow.graph import TaskInfo
-from dataflow.signature.parts import of_step
+from dataflow.metrics import of_step
 from dataflow.stages.advantage import advantage
 from dataflow.stages.correction import correct
 

@@ -10,8 +10,8 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.graph import TaskInfo
+from dataflow.metrics import of_step
 from dataflow.running.reporting.throughput import throughput
-from dataflow.signature.parts import of_step
 from dataflow.stages.advantage import advantage
 
 heavy = pytest.mark.heavy

@@ -111,7 +111,7 @@ def test_only_the_other_source_may_drop_samples() -> None:
 def test_the_stage_reads_a_field_of_each_agent() -> None:
     made = combine_stage({"judge": "reward", "taste": "style"}, weights={"judge": 1.0, "taste": 2.0}, length=8)
     assert made.reads == (Read("responses"), Read("rewards"), Read("style_rewards"))
-    assert (made.writes, made.grain, made.unbound()) == (("scores",), "part", [])
+    assert (made.writes, made.per, made.unbound()) == (("scores",), "part", [])
     made.check()
 
 

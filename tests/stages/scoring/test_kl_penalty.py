@@ -30,7 +30,7 @@ def test_the_stages_that_an_algorithm_needs() -> None:
 
 
 def test_the_coefficient_is_a_state_that_the_whole_step_uses() -> None:
-    assert kl_penalty.grain == "step"
+    assert kl_penalty.per == "step"
     assert Read("kl_coef", "latest") in kl_penalty.reads
     assert kl_penalty.writes == ("kl_penalty", "kl_coef")
 

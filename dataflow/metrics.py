@@ -1,4 +1,7 @@
-"""Numbers of one part of a step that say what they count, so that those of all parts make the number of the step."""
+"""Numbers that the tasks of a step log, and how they make the number of the step. Pure.
+
+A plain number says nothing of what it is over, so those of several tasks are averaged. One of the kinds here says it.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,23 @@ from typing import Any, Self
 from dataflow.errors import StageFailed
 
 
-class Part(float):
+class Metric(float):
     """What one task logs of a metric of its step."""
 
     @classmethod
-    def whole(cls, parts: Sequence[Self]) -> float:
-        """Returns the metric of the step, from those of its parts."""
+    def whole(cls, logged: Sequence[Self]) -> float:
+        """Returns the metric of the step, from what its tasks logged."""
         raise NotImplementedError
 
 
-class Mean(Part):
+class Mean(Metric):
     """A mean over some samples or tokens of a step; that of the step counts each of them once.
 
     >>> Mean.whole([Mean(1.0, of=3), Mean(0.0, of=1)])
     0.75
     """
+
+    of: float
 
     def __new__(cls, value: float, of: float) -> Self:
         """Args:
@@ -33,36 +38,33 @@ class Mean(Part):
         found.of = float(of)
         return found
 
-    of: float
-
     def __getnewargs__(self) -> Any:
         return float(self), self.of
 
     @classmethod
-    def whole(cls, parts: Sequence[Self]) -> float:
-        counted = [(float(part), part.of) for part in parts if part.of]
-        total = sum(of for _, of in counted)
-        return sum(value * of for value, of in counted) / total if counted else float(parts[0])
+    def whole(cls, logged: Sequence[Self]) -> float:
+        total = sum(each.of for each in logged)
+        return sum(float(each) * each.of for each in logged if each.of) / total if total else float(logged[0])
 
 
-class Sum(Part):
-    """A count of a part, such as its tokens; that of the step is the sum.
+class Sum(Metric):
+    """A count, such as of tokens; that of the step is the sum.
 
     >>> Sum.whole([Sum(3), Sum(4)])
     7.0
     """
 
     @classmethod
-    def whole(cls, parts: Sequence[Self]) -> float:
-        return float(sum(parts))
+    def whole(cls, logged: Sequence[Self]) -> float:
+        return float(sum(logged))
 
 
-class Provisional(Part):
+class Provisional(Metric):
     """A number that counts only if no other task of the step logs the metric, such as one of fewer samples."""
 
     @classmethod
-    def whole(cls, parts: Sequence[Self]) -> float:
-        return float(parts[-1])
+    def whole(cls, logged: Sequence[Self]) -> float:
+        return float(logged[-1])
 
 
 def of_step(name: str, numbers: Sequence[float]) -> float:
@@ -80,11 +82,11 @@ def of_step(name: str, numbers: Sequence[float]) -> float:
     (1.0, 1.5)
     """
     numbers = [each for each in numbers if not isinstance(each, Provisional)] or numbers
-    kinds = {type(each) if isinstance(each, Part) else float: each for each in numbers}
+    kinds = {type(each) if isinstance(each, Metric) else float for each in numbers}
     if len(kinds) > 1:
         named = " and ".join(sorted("plain numbers" if kind is float else f"{kind.__name__}(...)" for kind in kinds))
         raise StageFailed(f"the tasks of a step log {named} as metric '{name}'; log one kind, or under other names.")
-    if isinstance(numbers[0], Part):
+    if isinstance(numbers[0], Metric):
         return type(numbers[0]).whole(numbers)  # type: ignore[arg-type]
     reduces = by_name(name)
     return float(reduces(numbers)) if reduces is not None else sum(numbers) / len(numbers)

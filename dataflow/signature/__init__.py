@@ -1,1 +1,0 @@
-"""What a stage's function says about itself, and what it is given: its task, its services."""
