@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from _run import begin, table
+from _run import ROOT, begin, table
 
-from dataflow.testing import chromium
-from dataflow.testing.runs import made_up
 from dataflow.timeline.page.html import page
+
+sys.path.insert(0, str(ROOT / "tests" / "rigs"))
+import chromium
+from made_up import made_up
 
 BOUND_MB = 6.0
 BOUND_S = 2.0

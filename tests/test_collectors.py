@@ -9,23 +9,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataflow import testing
 from dataflow.errors import DataflowError, PipelineError
 from dataflow.executors.base import Done
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
+from dataflow.planning import workload
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.simulation.simulate import simulate as predict
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
-from dataflow.testing import RandomCosts, SteadyCosts, check_trace, simulate
+from dataflow.testing import check_trace, grpo_pipeline
 from dataflow.timeline.causes.culprits import culprits
 from dataflow.timeline.spans import Trace
+from tests.rigs.costs import RandomCosts, SteadyCosts
 from tests.rigs.golden import check_golden
+from tests.rigs.scheduling import simulate
 
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
-RULE = {"ticket": "rule_ticket", "rewards": "rule_scores"}
+RULE = {"reward_ticket": "rule_ticket", "rewards": "rule_scores"}
 SECONDS = {"rule_request": 0.01, "combine": 0.01}
 
 
@@ -35,10 +37,10 @@ def combine(rewards, rule_scores): ...
 
 def two_agents() -> Pipeline:
     """A judge that forms the parts, and a rule whose scores are added."""
-    usual = testing.grpo_pipeline().stages
-    rule_request = testing.reward_request.bind(name="rule_request", renamed=RULE)
-    rule_collect = testing.reward_collect.bind(name="rule_collect", renamed=RULE)
-    advantage = testing.advantage.bind(renamed={"rewards": "scores"})
+    usual = grpo_pipeline().stages
+    rule_request = workload.reward_request.bind(name="rule_request", renamed=RULE)
+    rule_collect = workload.reward_collect.bind(name="rule_collect", renamed=RULE)
+    advantage = workload.advantage.bind(renamed={"rewards": "scores"})
     stages = [advantage if s.name == "advantage" else s for s in usual]
     return Pipeline([*stages, rule_request, rule_collect, combine], inputs=["prompts"])
 
@@ -57,9 +59,9 @@ def test_the_first_collector_listed_forms_the_parts():
 
 
 def test_a_collector_behind_another_does_not_form_the_parts():
-    second = testing.reward_request.bind(name="second", renamed={"responses": "rewards", "ticket": "again"})
-    collect = testing.reward_collect.bind(name="second_collect", renamed={"ticket": "again", "rewards": "more"})
-    pipeline = Pipeline([collect, second, *testing.grpo_pipeline().stages], inputs=["prompts"])
+    second = workload.reward_request.bind(name="second", renamed={"responses": "rewards", "reward_ticket": "again"})
+    collect = workload.reward_collect.bind(name="second_collect", renamed={"reward_ticket": "again", "rewards": "more"})
+    pipeline = Pipeline([collect, second, *grpo_pipeline().stages], inputs=["prompts"])
     assert pipeline.collector is pipeline.by_name["reward_collect"]
     with pytest.raises(PipelineError, match="'second_collect' runs once a part, but reads from 'second', which needs"):
         expand(pipeline, preset("mini-batch", 4), 2, 4, groups=16)

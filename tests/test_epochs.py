@@ -6,12 +6,14 @@ import re
 
 import pytest
 
-from dataflow import testing
 from dataflow.errors import PipelineError, PolicyError
 from dataflow.graph import Latest, Pipeline, TaskGraph, TaskId, stage
+from dataflow.planning.workload import rollout
 from dataflow.policy import SchedulingPolicy, expand, preset
-from dataflow.testing import RandomCosts, SteadyCosts, check_trace, grpo_pipeline, simulate
+from dataflow.testing import check_trace, grpo_pipeline
+from tests.rigs.costs import RandomCosts, SteadyCosts
 from tests.rigs.golden import check_golden
+from tests.rigs.scheduling import simulate
 
 
 @stage(writes="values", on="gpu")
@@ -139,7 +141,7 @@ WRONG = {
         "stage 'actor_update': epochs=0; give a whole number of 1 or more.",
     ),
     "epochs of a stage that runs once": (
-        lambda: Pipeline([testing.rollout.bind(epochs=2)], inputs=["prompts", "weights_version"]),
+        lambda: Pipeline([rollout.bind(epochs=2)], inputs=["prompts", "weights_version"]),
         PipelineError,
         "stage 'rollout' runs once a step, so it takes neither mini_batches= nor epochs=; declare it with "
         "per_mini_batch=True.",

@@ -346,7 +346,7 @@ def test_what_is_wrong_is_one_exact_sentence(case):
 def test_a_subset_turns_what_others_wrote_into_inputs():
     part = grpo_pipeline(val_every=3).subset(["val_rollout", "val_score"])
     assert [s.name for s in part.stages] == ["val_rollout", "val_score"]
-    assert part.inputs == ("prompts", "weights_version")
+    assert part.inputs == ("weights_version",)
     assert all(s.every is None for s in part.stages)
 
 

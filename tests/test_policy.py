@@ -12,7 +12,9 @@ from dataflow.errors import PipelineError, PolicyError
 from dataflow.graph import Carried, Latest, Pipeline, Read, Stage, TaskId, stage
 from dataflow.policy import PRESETS, SchedulingPolicy, check_batch, check_split, divisors, expand, preset
 from dataflow.tasks.reach import reach
-from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
+from dataflow.testing import check_trace, grpo_pipeline
+from tests.rigs.costs import SteadyCosts
+from tests.rigs.scheduling import simulate
 
 
 def graph_of(policy: SchedulingPolicy, steps: int = 6, mini_batches: int = 4, groups: int | None = 16):

@@ -17,19 +17,13 @@ from dataflow.graph import Carried, Latest, Pipeline, TaskGraph, TaskId, stage
 from dataflow.policy import PRESETS, SchedulingPolicy, divisors, expand, preset
 from dataflow.runner import Runner
 from dataflow.scheduler import Scheduler
-from dataflow.testing import (
-    SECONDS,
-    RandomCosts,
-    SteadyCosts,
-    check_trace,
-    grpo_pipeline,
-    random_graph,
-    simulate,
-)
+from dataflow.testing import check_trace, grpo_pipeline
 from dataflow.timeline.spans import Span, Trace
+from tests.rigs.costs import SECONDS, RandomCosts, SteadyCosts
 from tests.rigs.golden import check_golden
 from tests.rigs.logs import logged
 from tests.rigs.memory import size_of
+from tests.rigs.scheduling import random_graph, simulate
 
 DICE = st.randoms(use_true_random=False)
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))

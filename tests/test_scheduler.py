@@ -24,8 +24,9 @@ from dataflow.tasks.events import (
     TaskFailed,
     TaskFinished,
 )
-from dataflow.testing import grpo_pipeline, random_graph
+from dataflow.testing import grpo_pipeline
 from tests.rigs.memory import size_of
+from tests.rigs.scheduling import random_graph
 
 DICE = st.randoms(use_true_random=False)
 

@@ -20,17 +20,10 @@ from dataflow.executors.restored import Restored
 from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
 from dataflow.policy import PolicySchedule, SchedulingPolicy, divisors, expand, preset
 from dataflow.runner import Runner
-from dataflow.testing import (
-    RandomCosts,
-    RecordingExecutor,
-    Seen,
-    SteadyCosts,
-    check_trace,
-    grpo_pipeline,
-    random_graph,
-    simulate,
-)
+from dataflow.testing import check_trace, grpo_pipeline
 from dataflow.timeline.spans import Trace
+from tests.rigs.costs import RandomCosts, SteadyCosts
+from tests.rigs.scheduling import RecordingExecutor, Seen, random_graph, simulate
 
 DICE = st.randoms(use_true_random=False)
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=min(settings().max_examples, 12))

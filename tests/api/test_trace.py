@@ -10,8 +10,7 @@ import pytest
 
 from dataflow import Pipeline, Trace, expand, plan, preset, simulate, stage
 from dataflow.errors import ConfigError, DataError
-from dataflow.testing import grpo_pipeline
-from dataflow.testing.checks import check_trace
+from dataflow.testing import check_trace, grpo_pipeline
 
 SECONDS = dict.fromkeys((s.name for s in grpo_pipeline().stages), 1.0)
 

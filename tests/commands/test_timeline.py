@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dataflow.cli import main
-from dataflow.testing.runs import made_up
 from dataflow.timeline import perfetto
+from tests.rigs.made_up import made_up
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.served import PromptConfig, ServedModelConfig
 from dataflow.running.resume import MODEL_MAY_CHANGE
-from dataflow.testing.options import TABLES, option_table
+from tests.rigs.option_tables import TABLES, option_table
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "docs" / "reward_models.md"

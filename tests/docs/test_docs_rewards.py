@@ -32,7 +32,7 @@ from dataflow.rewards.metrics import COUNTED, GAUGED
 from dataflow.rewards.results import RESERVED
 from dataflow.rewards.retry import _TRANSPORT, is_transient
 from dataflow.running.services.agent import build_agent
-from dataflow.testing.options import TABLES, option_table
+from tests.rigs.option_tables import TABLES, option_table
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,7 +20,9 @@ class Tool:
 
 
 def test_the_pipeline_in_20_lines_expands_and_runs_on_the_virtual_clock() -> None:
-    from dataflow.testing import RandomCosts, check_trace, simulate
+    from dataflow.testing import check_trace
+    from tests.rigs.costs import RandomCosts
+    from tests.rigs.scheduling import simulate
 
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None

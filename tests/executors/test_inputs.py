@@ -14,8 +14,9 @@ from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Carried, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
-from dataflow.testing import RandomCosts, grpo_pipeline
+from dataflow.testing import grpo_pipeline
 from dataflow.timeline.spans import Trace
+from tests.rigs.costs import RandomCosts
 
 STEPS = 4
 

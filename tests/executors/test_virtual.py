@@ -10,7 +10,9 @@ from dataflow.errors import DataflowError
 from dataflow.executors.virtual import chunks_of
 from dataflow.graph import Pipeline, Task, TaskId, stage
 from dataflow.policy import SchedulingPolicy, expand
-from dataflow.testing import SteadyCosts, grpo_pipeline, simulate
+from dataflow.testing import grpo_pipeline
+from tests.rigs.costs import SteadyCosts
+from tests.rigs.scheduling import simulate
 
 
 @stage(writes="responses", on="gpu", streams=True)

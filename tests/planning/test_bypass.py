@@ -15,9 +15,9 @@ from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload, grpo
 from dataflow.policy import PRESETS, expand, preset
-from dataflow.testing import SteadyCosts
-from dataflow.testing import simulate as run
 from tests.planning.sources.test_verl import write
+from tests.rigs.costs import SteadyCosts
+from tests.rigs.scheduling import simulate as run
 
 PASS = "old_log_prob"
 COSTS = """

@@ -17,9 +17,9 @@ from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload
 from dataflow.policy import PRESETS, expand, preset
 from dataflow.running.reporting.tracking import timing_names
-from dataflow.testing import SteadyCosts
-from dataflow.testing import simulate as run
 from tests.planning.sources.test_verl import write
+from tests.rigs.costs import SteadyCosts
+from tests.rigs.scheduling import simulate as run
 
 COSTS = """
 steps: 4

@@ -11,8 +11,9 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.errors import ConfigError
 from dataflow.policy import PRESETS, expand
-from dataflow.testing import RandomCosts, simulate
-from dataflow.testing.checks import check_trace
+from dataflow.testing import check_trace
+from tests.rigs.costs import RandomCosts
+from tests.rigs.scheduling import simulate
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "pipelines").glob("*.py"))
 POLICIES = [*PRESETS, "both+stream"]

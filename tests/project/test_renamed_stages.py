@@ -19,7 +19,7 @@ from dataflow.policy import expand, preset
 from dataflow.runner import Runner
 from dataflow.running.reporting.live import picture
 from dataflow.running.reporting.tracking import step_metrics
-from dataflow.testing import SteadyCosts, grpo_pipeline
+from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.causes.attribution import exposed_waits, summary
 from dataflow.timeline.causes.culprits import culprits
@@ -27,6 +27,7 @@ from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import gantt
+from tests.rigs.costs import SteadyCosts
 from tests.rigs.virtual_time import run_virtual
 
 NONSENSE = {

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 from dataflow.graph import TaskGraph
-from dataflow.testing import SteadyCosts, check_trace, simulate
+from dataflow.testing import check_trace
 from dataflow.timeline.text import gantt
+from tests.rigs.costs import SteadyCosts
+from tests.rigs.scheduling import simulate
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -17,8 +17,10 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
 from dataflow.policy import PRESETS, expand, preset
-from dataflow.testing import RandomCosts, check_trace, simulate
+from dataflow.testing import check_trace
 from dataflow.timeline import perfetto
+from tests.rigs.costs import RandomCosts
+from tests.rigs.scheduling import simulate
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")

@@ -12,7 +12,7 @@ import pytest
 from dataflow.errors import ConfigError
 from dataflow.samples.page import page
 from dataflow.samples.query import select
-from dataflow.testing import chromium
+from tests.rigs import chromium
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 

@@ -20,10 +20,12 @@ from dataflow.policy import PRESETS, SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
 from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.stages.checkpoint import FAILED, Snapshot, checkpoint_stages, write_checkpoint
-from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
+from dataflow.testing import check_trace, grpo_pipeline
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs.benchmarks import benchmark
+from tests.rigs.costs import SteadyCosts
 from tests.rigs.critic import hosted, ppo_pipeline
+from tests.rigs.scheduling import simulate
 
 STEPS = 9
 

@@ -21,8 +21,10 @@ from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
 from dataflow.scheduler import Scheduler
 from dataflow.tasks.events import Start, TaskFailed, TaskFinished
-from dataflow.testing import RandomCosts, RecordingExecutor, SteadyCosts, grpo_pipeline, random_graph
+from dataflow.testing import grpo_pipeline
 from dataflow.timeline.spans import Trace
+from tests.rigs.costs import RandomCosts, SteadyCosts
+from tests.rigs.scheduling import RecordingExecutor, random_graph
 
 TRAINER, ENGINE = Hosted("trainer", object), Hosted("engine", object)
 SLOTS = {"gpu": 1, "controller": None, "reward": None}

@@ -9,10 +9,10 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.stage import stage
-from dataflow.testing.runs import made_up
 from dataflow.timeline import files, perfetto
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs import simulated
+from tests.rigs.made_up import made_up
 
 PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
 

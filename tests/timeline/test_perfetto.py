@@ -17,9 +17,10 @@ from dataflow.errors import DataError
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.policy import expand, preset
 from dataflow.runner import Runner
-from dataflow.testing import SteadyCosts, grpo_pipeline
+from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace
+from tests.rigs.costs import SteadyCosts
 from tests.timeline.traces.trace_format import check
 
 times = st.floats(0, 1e5, allow_nan=False)

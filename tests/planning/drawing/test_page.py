@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dataflow.planning.drawing.picture import draw_plan
-from dataflow.testing import chromium
 from tests.planning.drawing.test_picture import PLAN, SWEEPS
+from tests.rigs import chromium
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 

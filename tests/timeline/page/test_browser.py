@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from dataflow.samples.page import page as samples_page
-from dataflow.testing import chromium
-from dataflow.testing.following import followed
-from dataflow.testing.runs import made_up
 from dataflow.timeline import perfetto
 from dataflow.timeline.causes.culprits import linked
 from dataflow.timeline.page.html import page
 from dataflow.timeline.spans import Span, Trace
+from tests.rigs import chromium
+from tests.rigs.following import followed
+from tests.rigs.made_up import made_up
 from tests.timeline.traces.resumed import WHY, resumed
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dataflow.cli import main
-from dataflow.testing.following import followed
-from dataflow.testing.runs import made_up
 from dataflow.timeline import perfetto
 from dataflow.timeline.page.follow import LEAST_S
 from dataflow.timeline.writer import TraceWriter
+from tests.rigs.following import followed
+from tests.rigs.made_up import made_up
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 

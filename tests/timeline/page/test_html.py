@@ -13,13 +13,13 @@ import pytest
 
 from dataflow.drawing.page import renumbered
 from dataflow.errors import DataError
-from dataflow.testing.runs import made_up
 from dataflow.timeline.causes.culprits import last_requests, linked
 from dataflow.timeline.page.html import page, text, waiting
 from dataflow.timeline.page.looks import MARKS, causes, themed
 from dataflow.timeline.page.tracks import sheet, step_ends, thin
 from dataflow.timeline.page.versions import Versions
 from dataflow.timeline.spans import Mark, Span, Trace
+from tests.rigs.made_up import made_up
 from tests.timeline.causes.test_culprits import two_parts
 
 EVIL = "<script>alert('x')</script>"

@@ -1,123 +1,23 @@
-"""Helpers for tests of pipelines, policies and executors: no engines, no sleeping, no randomness but the seed.
-
-trace, reads = simulate(expand(grpo_pipeline(), preset("both", 4), 10, 4, groups=16), RandomCosts(seed=0))
-check_trace(trace, graph)
-"""
+"""Random pipelines, and runs of task graphs on the virtual clock that record which task reads which."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataflow.executors.base import Chunk, Done, Kept, StageCall
 from dataflow.executors.virtual import Costs, VirtualExecutor
-from dataflow.graph import Carried, Hosted, Lag, Latest, Piece, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
+from dataflow.graph import Hosted, Lag, Piece, Pipeline, Read, Stage, Task, TaskGraph, TaskId
 from dataflow.policy import SchedulingPolicy, divisors, expand
 from dataflow.runner import Runner
-from dataflow.testing.checks import check_trace
-from dataflow.testing.costs import SECONDS, RandomCosts, SteadyCosts
 from dataflow.timeline.spans import Trace
-
-__all__ = [
-    "SECONDS",
-    "RandomCosts",
-    "RecordingExecutor",
-    "Seen",
-    "SteadyCosts",
-    "check_trace",
-    "grpo_pipeline",
-    "random_graph",
-    "random_pipeline",
-    "sequence",
-    "simulate",
-]
 
 _SERVICE = Hosted("service", object)
 """Of all stages on the GPU of a random pipeline, so that their tasks can be queued there."""
-
-
-@stage(writes="responses", on="gpu", role="samples", streams=True)
-def rollout(prompts: Any, weights_version: Carried) -> Any:
-    """Returns the version that it sampled from."""
-    return weights_version or 0
-
-
-@stage(writes="ticket", on="controller", role="requests", per_chunk=True)
-def reward_request(responses: Any) -> Any:
-    """Returns its input."""
-    return responses
-
-
-@stage(writes="rewards", on="reward", role="collects")
-def reward_collect(ticket: Any) -> Any:
-    """Collects the parts of a step; only the virtual executor can run it."""
-
-
-@stage(writes="old_log_probs", on="gpu")
-def old_log_prob(responses: Any, actor: Latest) -> Any:
-    """Returns the version of the actor."""
-    return actor
-
-
-@stage(writes="advantages", on="controller", splittable=True)
-def advantage(responses: Any, rewards: Any) -> Any:
-    """Returns the rewards."""
-    return rewards
-
-
-@stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
-def actor_update(responses: Any, old_log_probs: Any, advantages: Any, actor: Latest) -> Any:
-    """Returns nothing; only the virtual executor can run it."""
-
-
-@stage(writes="actor_weights", on="gpu", role="syncs")
-def gather_weights(actor: Any) -> Any:
-    """Returns its input."""
-    return actor
-
-
-@stage(writes="weights_version", on="gpu", role="syncs")
-def sync_weights(actor_weights: Any) -> Any:
-    """Returns its input."""
-    return actor_weights
-
-
-@stage(writes="val_responses", on="gpu", role="validates")
-def val_rollout(prompts: Any, weights_version: Any) -> Any:
-    """Returns the version that its own step synced."""
-    return weights_version
-
-
-@stage(writes="accuracy", on="reward", role="validates")
-def val_score(val_responses: Any) -> Any:
-    """Returns its input."""
-    return val_responses
-
-
-def grpo_pipeline(val_every: int | None = None, resources: Mapping[str, int | None] | None = None) -> Pipeline:
-    """Returns a pipeline of the stages of a GRPO step without engines, to schedule and to draw.
-
-    Args:
-        val_every: number of steps from one validation to the next; None for no validation.
-        resources: slots per resource; None for the defaults of :class:`~dataflow.graph.Pipeline`.
-    """
-    stages = [
-        rollout,
-        reward_request,
-        old_log_prob,
-        reward_collect,
-        advantage,
-        actor_update,
-        gather_weights,
-        sync_weights,
-    ]
-    if val_every:
-        stages += [val_rollout.bind(every=val_every), val_score.bind(every=val_every)]
-    return Pipeline(stages, inputs=["prompts"], resources=resources)
 
 
 def random_pipeline(dice: random.Random) -> Pipeline:

@@ -1,4 +1,8 @@
-"""Invariants of every trace, on any executor: dependencies, slots, versions of states, bounds."""
+"""For tests of pipelines and policies: GRPO's stages without engines, and the invariants of every trace.
+
+graph = expand(grpo_pipeline(), preset("both", 4), steps=10, mini_batches=4, groups=16)
+check_trace(simulate(graph, seconds), graph)
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,20 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from dataflow.graph import Task, TaskGraph, TaskId
+from dataflow.graph import Pipeline, Task, TaskGraph, TaskId
+from dataflow.planning.workload import grpo, val_rollout, val_score
 from dataflow.timeline.spans import Span, Trace
+
+
+def grpo_pipeline(val_every: int | None = None, resources: Mapping[str, int | None] | None = None) -> Pipeline:
+    """Returns a pipeline of the stages of a GRPO step without engines, to schedule and to draw.
+
+    Args:
+        val_every: number of steps from one validation to the next; None for no validation.
+        resources: slots per resource; None for the defaults of :class:`~dataflow.graph.Pipeline`.
+    """
+    validation = [s.bind(every=val_every) for s in (val_rollout, val_score)] if val_every else []
+    return Pipeline([*grpo(reference=False).stages, *validation], inputs=["prompts"], resources=resources)
 
 
 def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: bool = True) -> None:
