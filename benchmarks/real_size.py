@@ -41,7 +41,6 @@ from dataflow.columns.block_file import BlockFile
 from dataflow.engines.base import Sampling
 from dataflow.executors.base import Done
 from dataflow.executors.ray import RayExecutor
-from dataflow.executors.ray.sent import Sent
 from dataflow.graph import Hosted, Pipeline, Task
 from dataflow.policy import expand, preset
 from dataflow.runner import Runner
@@ -89,10 +88,8 @@ def _bytes(values: Iterable[Any]) -> int:
     from ray import ObjectRef
     from ray.experimental import get_local_object_locations
 
-    # Ray ends the process if it is given anything else, such as a small value, which is an argument itself.
     refs = [value for value in values if isinstance(value, ObjectRef)]
-    small = sum(value.size for value in values if isinstance(value, Sent))
-    return small + sum(found.get("object_size") or 0 for found in get_local_object_locations(refs).values())
+    return sum(found.get("object_size") or 0 for found in get_local_object_locations(refs).values())
 
 
 def pipeline_of(options: argparse.Namespace, samples: str) -> Pipeline:
@@ -169,7 +166,7 @@ async def measure(options: argparse.Namespace, samples: str) -> dict[str, Any]:
             name: {"read": executor.read[name] / options.steps, "written": executor.written[name] / options.steps}
             for name in sorted({*executor.read, *executor.written})
         },
-        "through_driver": {"read": executor.bytes_read / options.steps, "put": executor.bytes_put / options.steps},
+        "through_driver": {"read": executor.bytes_read / options.steps},
         "memory": {**{name: found for name, (_times, found) in reports.items()}, "driver": memory()},
         "driver_mb": driver,
     }
@@ -225,7 +222,7 @@ def report(found: Mapping[str, Any], options: argparse.Namespace) -> bool:
         lines.append((name, *(f"{n / u:.0f}" if n is not None else "" for n, u in zip(each, units, strict=True))))
     print(table(lines))
     through = found["through_driver"]
-    print(f"\nthrough the driver: {through['read'] / 1e3:.0f} kB read, {through['put'] / 1e6:.1f} MB put, a step")
+    print(f"\nthrough the driver: {through['read'] / 1e3:.0f} kB read a step")
     found["exposed_s"], found["bound_s"] = total, bound  # type: ignore[index]
     return bool(total <= bound)
 

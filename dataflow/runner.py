@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from loguru import logger
 
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Chunk, Done, Executor, Kept, Queueing, StageCall
+from dataflow.executors.base import Chunk, Done, Executor, StageCall
 from dataflow.executors.calling import failure
 from dataflow.executors.inputs import StepInputs
 from dataflow.executors.parts import Parts
@@ -279,16 +279,8 @@ class Runner:
                 ended, self._unrecorded = self._unrecorded, None
                 self._record(*ended)
             finished = self._end(instructions)
-        if not finished and isinstance(self.executor, Queueing):
-            self._queue(self.executor)
         self._fetch_ahead(max((i.task.id.step for i in instructions if isinstance(i, Start)), default=0) + 1)
         return finished
-
-    def _queue(self, executor: Queueing) -> None:
-        """Sends each task that is certain to follow the one that runs in its process."""
-        for queued in self.scheduler.queue():
-            if not self._restored.holds(queued.task):
-                executor.queue(queued.task, *self._call(queued.task, queued.groups, queued.after))
 
     def _end(self, instructions: list[Instruction]) -> bool:
         """Reports the steps that are done, forgets finished ones, cancels tasks; returns whether the run is over."""
@@ -340,21 +332,13 @@ class Runner:
             return
         self.executor.start(task, call, values)
 
-    def _call(
-        self, task: Task, groups: tuple[int, ...] | None, after: Task | None = None
-    ) -> tuple[StageCall, list[Any]]:
-        """Returns a call of a stage function and handles of its fields.
-
-        Args:
-            task: of the call.
-            groups: that it works on; None for all.
-            after: a task that has not ended, whose outputs are found in its process.
-        """
+    def _call(self, task: Task, groups: tuple[int, ...] | None) -> tuple[StageCall, list[Any]]:
+        """Returns a call of a stage function and handles of its fields."""
         i = task.id
         layout: list[tuple[str, int, bool]] = []
         values: list[Any] = []
         for item in task.inputs:
-            found = self._find(item, i.step, after)
+            found = self._find(item, i.step)
             layout.append((item.field, len(found), item.state or item.whole))
             values += found
         info = TaskInfo(
@@ -370,17 +354,11 @@ class Runner:
             max_staleness=task.max_staleness,
             emits=task.emits,
         )
-        behind = None if after is None else after.id
-        call = StageCall(i.stage, info, tuple(layout), groups, (), task.aligned, task.keeps, behind)
-        return call, values
+        return StageCall(i.stage, info, tuple(layout), groups, (), task.aligned, task.keeps), values
 
-    def _find(self, item: Input, step: int, after: Task | None) -> list[Any]:
-        if item.state and after is not None and item.field in after.stage.writes:
-            return [Kept(item.field)]
+    def _find(self, item: Input, step: int) -> list[Any]:
         if item.state:
             return [self._states[item.field]] if item.field in self._states else []
         if not item.sources:
             return self._inputs.find(item.field, step)
-        running = None if after is None else after.id
-        values = self._values
-        return [Kept(item.field) if i == running else values[i.step][i, item.field] for i in item.sources]
+        return [self._values[i.step][i, item.field] for i in item.sources]

@@ -12,7 +12,6 @@ log-probs, its rewards arrive meanwhile, and a weight sync does not queue behind
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from dataflow.tasks.events import (
     ChunkEmitted,
     Event,
     Instruction,
-    Queue,
     Release,
     RunDone,
     Start,
@@ -32,7 +30,6 @@ from dataflow.tasks.events import (
     TaskFailed,
     TaskFinished,
 )
-from dataflow.tasks.following import following
 from dataflow.tasks.groups import groups_of
 from dataflow.tasks.priority import Estimates
 from dataflow.tasks.slots import Key, Slots
@@ -98,7 +95,7 @@ class Scheduler:
             The step, ``graph.first - 1`` if no training has started; and the instructions that follow.
         """
         training = (e for e in self._entries.values() if e.task.stage.role == "trains")
-        begun = [e.task.id.step for e in training if e.sent]
+        begun = [e.task.id.step for e in training if e.begun]
         # Steps that are over are forgotten; those before the oldest unfinished one have been trained.
         step = max([self._oldest - 1, *begun])
         ahead = [i for i, e in self._entries.items() if i.step <= step and e.task.stage.role != "validates"]
@@ -126,7 +123,7 @@ class Scheduler:
             PolicyError, PipelineError: the pipeline cannot run under this policy; nothing has changed.
         """
         assert self.graph.switched is not None
-        begun = (i.step for i, e in self._entries.items() if e.sent)
+        begun = (i.step for i, e in self._entries.items() if e.begun)
         over = (step for step in range(self._oldest, self._unrolled + 1) if step not in self._open)
         first = max([self._oldest - 1, *begun, *over]) + 1
         if self._finished or self._wanted is not None:
@@ -142,7 +139,7 @@ class Scheduler:
         for step in range(max(graph.first, first - graph.max_staleness - 1), min(first, self._unrolled + 1)):
             for before, after in zip(self.graph.unroll(step), graph.unroll(step), strict=True):
                 entry = self._entries.get(before.id)
-                if (entry is None or entry.sent) and not set(after.deps).issubset(before.deps):
+                if (entry is None or entry.begun) and not set(after.deps).issubset(before.deps):
                     return False
         return True
 
@@ -167,21 +164,6 @@ class Scheduler:
         self._unroll(out)
         self._rank()
         return self._dispatch(out)
-
-    def queue(self) -> list[Queue]:
-        """Returns the tasks that are certain to start next in the process of a running one.
-
-        Sent there now, they begin without the way to the run's process and back. They count as started for
-        :meth:`end_early` and :meth:`switch`, and no other task gets their slot.
-        """
-        if self._finished or self._wanted is not None:
-            return []
-        found = following(self._entries.values(), self.graph.pipeline, self._key, self._waits_for)
-        for task, _running in found:
-            self._entries[task.id].queued = True
-        if found:
-            self._slots.sort(self._key)
-        return [Queue(task, groups_of(task, self._groups), running) for task, running in found]
 
     def stop(self) -> list[Instruction]:
         """Cancels all running tasks, in order, as on an interrupt."""
@@ -333,13 +315,6 @@ class Scheduler:
             return task in self._emitted.get(task.step, ())
         return entry.state == "done"
 
-    def _waits_for(self, i: TaskId) -> set[TaskId] | None:
-        """Returns the tasks that a task waits for; None if it has begun or is not unrolled."""
-        entry = self._entries.get(i)
-        if entry is None or entry.begun:
-            return None
-        return {self.graph.pipeline.task_of(dep) for dep in entry.task.deps if not self._is_done(dep)}
-
     def _make_ready(self, entry: Entry) -> None:
         if entry.state != "ready":
             entry.history.append(f"ready ({entry.last_dep} done)" if entry.last_dep else "ready")
@@ -348,8 +323,6 @@ class Scheduler:
 
     def _key(self, i: TaskId) -> Key:
         entry = self._entries[i]
-        if entry.queued:
-            return (-math.inf, -math.inf, i.step, entry.task.rank, i.part, i)
         return (*self._priority[i.stage], i.step, entry.task.rank, i.part, i)
 
     def _rank(self) -> None:

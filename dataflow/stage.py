@@ -186,11 +186,6 @@ class Hosted:
                 "keyword arguments."
             )
 
-    @property
-    def lasting(self) -> bool:
-        """Whether one process hosts it for the whole run, so that what that process keeps is not missing in another."""
-        return self.ranks == 1 and not self.restarts
-
     def build(self) -> Any:
         """Returns the service, built in this process."""
         factory = self.factory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from dataflow.graph import Hosted, Pipeline, Task, TaskId, TaskInfo
 
@@ -26,7 +26,6 @@ class Report:
         written: group ids of each field that holds a Batch.
         logged: level and text of the warnings and errors that the process logged since its last report, if it has
             no terminal of its own.
-        kept: whether its process keeps what it wrote for a call that is queued behind it.
     """
 
     begin: float
@@ -37,7 +36,6 @@ class Report:
     facts: dict[str, Any] = field(default_factory=dict)
     written: dict[str, tuple[int, ...]] = field(default_factory=dict)
     logged: tuple[tuple[str, str], ...] = ()
-    kept: bool = False
 
 
 @dataclass
@@ -68,13 +66,6 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Stands for a field of :attr:`StageCall.after`, which has not ended yet; its process keeps the value."""
-
-    field: str
-
-
-@dataclass(frozen=True)
 class StageCall:
     """One call of a stage function, as it travels to the process that runs it.
 
@@ -87,7 +78,6 @@ class StageCall:
         emitted: numbers of the chunks that the task has emitted already; their values follow those of the fields, in
             this order.
         aligned, keeps: see :class:`~dataflow.graph.Task`.
-        after: the task that has to end well in the same process just before, if the call is queued behind it.
     """
 
     stage: str
@@ -97,7 +87,6 @@ class StageCall:
     emitted: tuple[int, ...] = ()
     aligned: tuple[str, ...] = ()
     keeps: bool = False
-    after: TaskId | None = None
 
 
 class Executor(Protocol):
@@ -142,19 +131,4 @@ class Executor(Protocol):
 
     async def close(self) -> None:
         """Ends the services and what ``open`` started for them."""
-        ...
-
-
-@runtime_checkable
-class Queueing(Protocol):
-    """An executor that can send a task to its process while the one before it still runs there."""
-
-    def queue(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        """Sends a task that begins when the one before it, ``call.after``, has ended well.
-
-        Args:
-            task: to send; ``start`` follows when the one before it has ended.
-            call: as for ``start``.
-            values: as for ``start``, with :class:`Kept` in place of each value that the task before it writes.
-        """
         ...

@@ -15,7 +15,6 @@ class Entry:
         waiting: number of dependencies that are left.
         state: ``waiting``, ``ready``, ``running``, ``done`` or ``failed``.
         last_dep: task that ended last of those that it waited for.
-        queued: whether it was queued in its process before it was started.
         history: of the state, in words.
     """
 
@@ -23,14 +22,8 @@ class Entry:
     waiting: int = 0
     state: str = "waiting"
     last_dep: TaskId | None = None
-    queued: bool = False
     history: list[str] = field(default_factory=lambda: ["waiting"])
 
     @property
     def begun(self) -> bool:
         return self.state not in ("waiting", "ready")
-
-    @property
-    def sent(self) -> bool:
-        """Whether its process may have it, so that it runs in any case."""
-        return self.begun or self.queued

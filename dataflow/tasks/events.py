@@ -46,15 +46,6 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Queue:
-    """A task that will start when ``after``, which runs in the same process, has ended; a Start follows."""
-
-    task: Task
-    groups: tuple[int, ...] | None
-    after: Task
-
-
-@dataclass(frozen=True)
 class Cancel:
     """Stop a running task; its result is not needed any more."""
 

@@ -9,15 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dataflow.executors.base import Chunk, Done, Kept, StageCall
+from dataflow.executors.base import Chunk, Done, StageCall
 from dataflow.executors.virtual import Costs, VirtualExecutor
-from dataflow.graph import Hosted, Lag, Piece, Pipeline, Read, Stage, Task, TaskGraph, TaskId
+from dataflow.graph import Lag, Piece, Pipeline, Read, Stage, Task, TaskGraph, TaskId
 from dataflow.policy import SchedulingPolicy, divisors, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
 
-_SERVICE = Hosted("service", object)
-"""Of all stages on the GPU of a random pipeline, so that their tasks can be queued there."""
 
 
 def random_pipeline(dice: random.Random) -> Pipeline:
@@ -66,7 +64,7 @@ def random_pipeline(dice: random.Random) -> Pipeline:
                 fn=lambda: None,
                 reads=(*reads, *(Read(f"f{m}") for m in sources)),
                 writes=(f"f{n}",),
-                on=(on := dice.choice(list(resources))),
+                on=dice.choice(list(resources)),
                 per=per,
                 role="collects" if collects else "trains" if trains else None,
                 mini_batches=dice.choice([None, 2, 6]) if trains else None,
@@ -74,7 +72,6 @@ def random_pipeline(dice: random.Random) -> Pipeline:
                 epochs_over=dice.choice(["mini-batch", "step"]),
                 after=tuple(f"s{m}" for m in known[:1] if not split and dice.random() < 0.3),
                 every=every,
-                services={"service": _SERVICE} if on == "gpu" else {},
             )
         )
     _stream(stages, dice, collector or count, needs_all)
@@ -136,33 +133,18 @@ class Seen:
 class RecordingExecutor(VirtualExecutor):
     """A virtual executor whose values are the ids of the tasks that wrote them, to show which task reads which.
 
-    Tasks that are queued begin when they are started; it checks that they could have begun before.
-
     Attributes:
         seen: inputs of the tasks that were started.
-        queued: call and values of the tasks that are queued, by resource.
-        begun_queued: tasks that were queued and started.
     """
 
     def __init__(self, costs: Costs) -> None:
         super().__init__(costs)
         self.seen: dict[TaskId, Seen] = {}
-        self.queued: dict[str, tuple[TaskId, StageCall, list[Any]]] = {}
-        self.begun_queued: list[TaskId] = []
-
-    def queue(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        """Keeps the call of a task, with the values that the one before it is going to write."""
-        assert task.stage.on not in self.queued, f"{task} is queued behind {self.queued[task.stage.on][0]}"
-        written = [call.after if isinstance(value, Kept) else value for value in values]
-        self.queued[task.stage.on] = task.id, replace(call, after=None), written
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         """Records the inputs of the task, then starts it."""
         if task.id in self.seen:
             raise AssertionError(f"{task} was started twice")
-        if (queued := self.queued.pop(task.stage.on, None)) is not None:
-            assert queued == (task.id, call, list(values)), f"{task} was started, and {queued[0]} queued"
-            self.begun_queued.append(task.id)
         left = iter(values)
         fields = {name: tuple(next(left) for _ in range(count)) for name, count, _state in call.layout}
         self.seen[task.id] = Seen(fields, call.groups)

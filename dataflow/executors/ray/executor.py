@@ -1,9 +1,8 @@
 """The Ray executor: each service in an actor per rank, each stage function in the process of its service.
 
-Values between stages are object refs, which the run's process passes on without fetching them; small ones of its own
-are pickled once and sent with each task. It reads one small pickled report per task; ``bytes_read`` and ``bytes_put``
-count all bytes that pass through it. The actors of a service and their restarts are in ``worker_group``; the code that
-runs in the actors is in ``host``.
+Values between stages are object refs, which the run's process passes on without fetching them. It reads one small
+pickled report per task; ``bytes_read`` counts their bytes. The actors of a service and their restarts are in
+``worker_group``; the code that runs in the actors is in ``host``.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from dataflow.cluster.console import console_kept
 from dataflow.cluster.fork_server import ForkServer
 from dataflow.cluster.gpus import check_count
 from dataflow.cluster.joined import JoinedRay, connecting
-from dataflow.cluster.local import INLINE, LocalRay
+from dataflow.cluster.local import LocalRay
 from dataflow.cluster.log import log_lines
 from dataflow.cluster.nodes import NodeRule
 from dataflow.errors import RunError
 from dataflow.executors.base import ALONE, Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
 from dataflow.executors.ray.running import Running
-from dataflow.executors.ray.sent import Sent
 from dataflow.executors.ray.worker_group import WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
@@ -74,7 +72,6 @@ class RayExecutor:
         self._on_up = on_up
         self._server = server
         self.bytes_read = 0
-        self.bytes_put = 0
         self._hosts: dict[str, WorkerGroup] = {}
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
         self._waiters: dict[TaskId, asyncio.Task[None]] = {}
@@ -188,26 +185,15 @@ class RayExecutor:
     def put(self, value: Any) -> Any:
         import ray
 
-        sent = Sent.of(value)
-        self.bytes_put += sent.size
-        if sent.size <= INLINE:
-            return sent.kept()
         try:
-            return ray.put(sent)
+            return ray.put(value)
         except ray.exceptions.RayError as error:
-            why = last_words(error)
-            raise RunError(
-                f"Ray's object store does not take {sent.size:,} bytes of the run's inputs: {why}"
-            ) from error
+            raise RunError(f"Ray's object store does not take the run's inputs: {last_words(error)}") from error
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         workers = self._hosts[(task.stage.host or HELPER).name]
         running = workers.start(task, call, values, self.now())
         self._waiters[task.id] = asyncio.create_task(self._wait(workers, running))
-
-    def queue(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        assert task.stage.host is not None
-        self._hosts[task.stage.host.name].queue(task, call, values)
 
     async def _wait(self, workers: WorkerGroup, running: Running) -> None:
         i = running.task.id

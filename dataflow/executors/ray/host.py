@@ -18,11 +18,10 @@ from dataflow.cluster.log import KEPT, keep_lines
 from dataflow.cluster.paths import SeesPaths, Where
 from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Chunk, Kept, Report, StageCall
+from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
 from dataflow.executors.ray import tensors
-from dataflow.executors.ray.sent import Sent, fixed_form
-from dataflow.graph import Hosted, Stage, TaskId, TaskInfo
+from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.address import family_of
 from dataflow.system.children import restore_path
@@ -30,9 +29,6 @@ from dataflow.system.secrets import redact_logs
 from dataflow.usercode.copies import is_immutable
 from dataflow.usercode.failures import contained
 from dataflow.usercode.pickling import why_not_pickled
-
-NOT_RUN = b""
-"""The answer to a queued call that did not run; it is sent again, with its values."""
 
 
 class Place(NamedTuple):
@@ -44,10 +40,6 @@ class Place(NamedTuple):
 
 class Host(SeesPaths):
     """One rank of a service, in its own actor."""
-
-    def __init__(self) -> None:
-        self._ended: dict[str, tuple[TaskId, dict[str, Any]]] = {}  # the last task of each resource, what it wrote
-        self._forgotten: TaskId | None = None
 
     def place(self) -> Place:
         """Returns where this process is, with a free port there, where the ranks can meet."""
@@ -84,7 +76,7 @@ class Host(SeesPaths):
         spec, self.stages = pickle.loads(blob)
         for s in self.stages.values():
             s.load()
-        self.name, self.service, self._lasting = spec.name, spec.build(), spec.lasting
+        self.name, self.service = spec.name, spec.build()
         tensors.register()
         settle_memory()
         return os.getpid()
@@ -105,12 +97,9 @@ class Host(SeesPaths):
 
         Returns:
             The pickled report with the groups that a stage that replays was given; then, with ``keep``, a value per
-            field. ``NOT_RUN`` in place of the report if the call is queued and the one before it did not end well, or
-            wrote a value that may change.
+            field.
         """
         begin, call = clock.now(), pickle.loads(sent)
-        if (values := self._completed(call, values)) is None:
-            return self._not_run(call)
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
         with around(stage, info):
@@ -118,12 +107,7 @@ class Host(SeesPaths):
             if asyncio.iscoroutine(result):
                 result = asyncio.run(result)
         answered = answer(stage, call, info, arguments, result, begin, clock.now())
-        return self._packed(stage, info, answered, keep, held)
-
-    def forget(self, i: TaskId) -> None:
-        """Keeps nothing of a task that was abandoned, so that the call queued behind it does not run."""
-        self._forgotten = i
-        self._ended = {on: (last, kept) for on, (last, kept) in self._ended.items() if last != i}
+        return self._packed(stage, answered, keep, held)
 
     @answering
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -146,41 +130,18 @@ class Host(SeesPaths):
         bound = {n: self.service for n, s in stage.services.items() if isinstance(s, Hosted) and s.name == self.name}
         return (stage, *prepare(stage, call, values, bound, on_emit))
 
-    def _completed(self, call: StageCall, values: Sequence[Any]) -> Sequence[Any] | None:
-        """Returns the values of a call, with those that are kept here; None if it is queued and cannot run."""
-        if call.after is None:
-            return values
-        last, kept = self._ended.get(self.stages[call.stage].on, (None, {}))
-        if last != call.after:
-            return None
-        found = [kept[value.field] if isinstance(value, Kept) else value for value in values]
-        return [value.value() if isinstance(value, Sent) else value for value in found]
-
-    def _not_run(self, call: StageCall) -> Any:
-        writes = self.stages[call.stage].writes
-        return (NOT_RUN, *[None] * len(writes)) if writes else NOT_RUN
-
     def _packed(
         self,
         stage: Stage,
-        info: TaskInfo,
         answered: tuple[Report, tuple[Any, ...]],
         keep: bool,
         held: tuple[int, ...] | None,
     ) -> tuple[Any, ...] | bytes:
-        """Returns what :meth:`run` does; what was written is kept for a queued call, if it is small."""
+        """Returns what :meth:`run` does."""
         report, values = answered
         if keep:
             _check_pickled(stage, values)
         report.logged = KEPT.take()
-        forms = [fixed_form(value) for value in values] if self._lasting else [None]
-        task = TaskId(info.step, info.stage, info.part, info.parts)
-        report.kept = None not in forms and task != self._forgotten
-        if report.kept:
-            values = tuple(form[0] for form in forms if form is not None)
-            self._ended[stage.on] = task, dict(zip(stage.writes, values, strict=True))
-        else:
-            self._ended.pop(stage.on, None)
         small = pickle.dumps((report, held))
         return (small, *values) if values and keep else small
 
@@ -197,11 +158,6 @@ class WaitingHost(Host):
     @answering
     async def run(self, sent: bytes, keep: bool, *values: Any) -> Any:
         begin, call = clock.now(), pickle.loads(sent)
-        if call.after is not None:
-            await asyncio.sleep(0)  # the answer of the task before it leaves this loop; else it would wait for this one
-            begin = clock.now()
-        if (values := self._completed(call, values)) is None:
-            return self._not_run(call)
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
         with around(stage, info):
@@ -209,7 +165,7 @@ class WaitingHost(Host):
             if asyncio.iscoroutine(result):
                 result = await result
         answered = answer(stage, call, info, arguments, result, begin, clock.now())
-        return self._packed(stage, info, answered, keep, held)
+        return self._packed(stage, answered, keep, held)
 
     async def stream(self, sent: bytes, *values: Any) -> AsyncIterator[Any]:
         """Runs a stage function that streams.
@@ -222,9 +178,7 @@ class WaitingHost(Host):
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
 
         def emit(number: int, emitted: tuple[Any, ...]) -> None:
-            chunk = make_chunk(stage, call.info, number, emitted, clock.now())
-            # Pickled now: the stage may change its groups before they leave this loop.
-            chunks.put_nowait(replace(chunk, values=tuple(Sent.of(value).kept() for value in chunk.values)))
+            chunks.put_nowait(make_chunk(stage, call.info, number, emitted, clock.now()))
 
         stage, arguments, keywords, info = self._prepare(call, values, emit)
         running = asyncio.ensure_future(contained(_within(stage, info, arguments, keywords)))
@@ -236,7 +190,7 @@ class WaitingHost(Host):
                     yield value
             result = await running
             answered = answer(stage, call, info, arguments, result, begin, clock.now())
-            for item in self._packed(stage, info, answered, True, None):
+            for item in self._packed(stage, answered, True, None):
                 yield item
             return
         except BaseException as error:
@@ -246,9 +200,6 @@ class WaitingHost(Host):
         finally:
             running.cancel()
         raise instead
-
-    async def forget(self, i: TaskId) -> None:  # type: ignore[override]
-        super().forget(i)
 
     @answering
     async def ask(self, method: str, *arguments: Any) -> Any:

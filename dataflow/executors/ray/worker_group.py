@@ -22,7 +22,6 @@ from dataflow.cluster.pickling import pickled
 from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.executors.base import Chunk, Done, Report, StageCall
 from dataflow.executors.ray.actors import Actors, Membership
-from dataflow.executors.ray.host import NOT_RUN
 from dataflow.executors.ray.replays import Replays, Submission
 from dataflow.executors.ray.running import Running
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
@@ -69,7 +68,6 @@ class WorkerGroup:
         self._blobs: list[bytes] = []
         self._generation = 0
         self._running: dict[TaskId, Running] = {}
-        self._queued: dict[TaskId, tuple[TaskId | None, list[Any]]] = {}  # task before it, refs of its call
         self._restarting: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -136,17 +134,9 @@ class WorkerGroup:
             )
         running = Running(task, call, values, now)
         self._running[task.id] = running
-        if (queued := self._queued.pop(task.id, None)) is not None:
-            running.refs, running.generation = [queued[1]], self._generation
-            running.attempt = asyncio.create_task(self._attempt(running))
-        elif self._restarting is None:
+        if self._restarting is None:
             self._send(running)
         return running
-
-    def queue(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        """Sends a task that begins when ``call.after`` has ended well; :meth:`start` takes it over."""
-        returns = 1 + len(task.stage.writes)
-        self._queued[task.id] = call.after, self.actors.run(0, returns, pickle.dumps(call), True, *values)
 
     async def end_of(self, running: Running) -> Done:
         """Waits for the end of a task, across restarts of the service.
@@ -167,7 +157,7 @@ class WorkerGroup:
             self._running.pop(running.task.id, None)
 
     def drop(self, i: TaskId) -> None:
-        """Abandons a task, and those behind it. Without any task left, a restart in progress is cancelled, too."""
+        """Abandons a task. Without any task left, a restart in progress is cancelled, too."""
         import ray
 
         running = self._running.pop(i, None)
@@ -177,31 +167,18 @@ class WorkerGroup:
             running.attempt.cancel()
         for first, *_rest in running.refs:
             ray.cancel(first, force=False)
-        if self._drop_queued(i):
-            self.actors.first.forget.remote(i)  # Ray takes back no call that its process has already
         if not self._running and self._restarting is not None:
             self._restarting.cancel()
 
     def end(self) -> None:
         """Abandons all tasks; the service is not rebuilt from now on."""
         self._closed = True
-        self._drop_queued()
         for running in self._running.values():
             if running.attempt is not None:
                 running.attempt.cancel()
         self._running.clear()
         if self._restarting is not None:
             self._restarting.cancel()
-
-    def _drop_queued(self, after: TaskId | None = None) -> bool:
-        """Cancels the queued call behind a task, or all; returns whether there was one."""
-        import ray
-
-        dropped = [queued for queued, (before, _refs) in self._queued.items() if after in (None, before)]
-        for queued in dropped:
-            _before, (first, *_rest) = self._queued.pop(queued)
-            ray.cancel(first, force=False)
-        return bool(dropped)
 
     def _send(self, running: Running) -> None:
         task, running.refs, running.generation = running.task, [], self._generation
@@ -225,10 +202,6 @@ class WorkerGroup:
         Both happen in one step of the event loop, so that after all attempts have ended, the record is complete.
         """
         small, *_others = await self.actors.outcome([first for first, *_rest in running.refs])
-        if small == NOT_RUN:
-            self._send(running)
-            assert running.attempt is not None
-            return await running.attempt
         self._on_read(len(small))
         report, held = pickle.loads(small)
         return self._ended(running, report, held, tuple(running.refs[0][1:]))
@@ -249,8 +222,6 @@ class WorkerGroup:
     def _ended(self, running: Running, report: Report, held: tuple[int, ...] | None, values: tuple[Any, ...]) -> Done:
         task = running.task
         log_lines(report.logged)
-        if not report.kept:
-            self._drop_queued(task.id)  # the call behind it does not run
         if self.spec.restarts:
             submission = None if held is None else Submission(task, running.call, running.values, held)
             self.replays.ended(submission, task, report.groups)
