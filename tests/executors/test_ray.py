@@ -181,7 +181,7 @@ def test_inputs_that_the_object_store_does_not_take_are_a_sentence(executor, mon
         raise ray.exceptions.ObjectStoreFullError("no room")
 
     monkeypatch.setattr(ray, "put", put)
-    with pytest.raises(RunError, match="does not take the run's inputs: .*no room"):
+    with pytest.raises(RunError, match=r"does not take the run's inputs: .*no room"):
         executor.put(b"x" * 1_000_000)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dataflow.batch import Batch
 from dataflow.config.placement import placed
@@ -225,44 +224,6 @@ async def wrongly(prompts: Batch, *, how: str, task) -> Batch:
 @stage(writes="ticket", on="controller", per_chunk=True)
 def follow(responses: Batch) -> tuple[int, ...]:
     return responses.ids
-
-
-@stage(writes="responses", on="gpu", streams=True)
-async def changing(prompts: Batch, *, task) -> Batch:
-    made = []
-    for number in range(task.emits):
-        of = prompts.select([number])
-        task.emit(number, of)
-        of["chat"][0].append("after")
-        of["score"].add_(100.0)
-        made.append(of)
-    await asyncio.sleep(0.1)
-    return Batch.concat(made)
-
-
-@stage(writes="ticket", on="controller", per_chunk=True)
-def as_emitted(responses: Batch) -> tuple[int, ...]:
-    assert [row[-1] for row in responses["chat"]] == ["before"] * len(responses)
-    assert responses["score"].tolist() == [1.0] * len(responses)
-    return responses.ids
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=pytest.mark.heavy)], indirect=True)
-def test_what_a_stage_changes_after_it_emitted_a_group_reaches_no_reader(executor: Any) -> None:
-    stages = Pipeline([changing, as_emitted], inputs=["prompts"])
-    graph = expand(stages, SchedulingPolicy(stream_rollout=True), 2, 2, groups=2)
-
-    async def body() -> None:
-        try:
-            await executor.open(graph.pipeline)
-            prompts = Batch([0, 1], {"chat": [["before"], ["before"]], "score": torch.ones(2)})
-            runner = Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=Trace())
-            await asyncio.wait_for(runner.run(), 40)
-        finally:
-            await executor.close()
-
-    asyncio.run(body())
 
 
 WRONGS = {
