@@ -17,7 +17,6 @@ from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
 
 
-
 def random_pipeline(dice: random.Random) -> Pipeline:
     """Returns a valid pipeline of 2 to 7 stages with random edges, pieces and resources.
 
