@@ -323,7 +323,7 @@ class Task:
         deps: tasks that must finish first, each once; some only free the state that this one overwrites.
         inputs: its fields, in the order of the function's parameters.
         chosen_by: the tasks that determine which groups this one works on; none if it works on all groups.
-        share: (i, n): it works on the i-th of n equal shares of those groups.
+        mini_batch: (i, n): it works on the i-th of the n mini-batches that these groups make; (0, 1): on all of them.
         epoch: how often its stage worked on these groups before, in this step.
         take: how many groups a collecting task returns; None for all.
         emits: chunks that it emits while it runs; 1: all groups when it ends.
@@ -338,7 +338,7 @@ class Task:
     deps: tuple[TaskId, ...]
     inputs: tuple[Input, ...]
     chosen_by: tuple[TaskId, ...] = ()
-    share: tuple[int, int] = (0, 1)
+    mini_batch: tuple[int, int] = (0, 1)
     epoch: int = 0
     take: int | None = None
     emits: int = 1
@@ -403,13 +403,14 @@ class TaskGraph:
         return range(first, min(self.steps if last is None else last, self.steps) + 1)
 
     def explain(self, first: int | None = None, last: int | None = None) -> str:
-        """Returns a line for each task of the window, with the tasks that it waits for."""
-        import networkx as nx
+        """Returns a line for each task of the window, with the tasks and chunks that it waits for."""
+        tasks = [t for step in self._range(first, last) for t in self.unroll(step)]
+        wide = max((len(str(t)) for t in tasks), default=0)
+        waits = (f"after {', '.join(map(str, t.deps))}" if t.deps else "at once" for t in tasks)
+        return "\n".join(f"{t!s:<{wide}}  {t.stage.on:<10}  {words}" for t, words in zip(tasks, waits, strict=True))
 
-        graph = self.window(first, last)
-        order = nx.lexicographical_topological_sort(graph)
-        rows = [(str(t), graph.nodes[t]["resource"], ", ".join(map(str, sorted(graph.predecessors(t))))) for t in order]
-        wide = max((len(name) for name, _, _ in rows), default=0)
-        return "\n".join(
-            f"{name:<{wide}}  {on:<10}  {'after ' + deps if deps else 'at once'}" for name, on, deps in rows
-        )
+    def task(self, name: str) -> Task:
+        """Returns the task of a name, such as ``actor_update[3.2]``; a KeyError if there is none."""
+        step = name.partition("[")[2].rstrip("]").partition(".")[0]
+        found = {str(t): t for t in self.unroll(int(step))} if step.isdecimal() else {}
+        return found[name]

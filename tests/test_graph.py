@@ -362,9 +362,12 @@ def test_tasks_have_names_and_an_order():
 def test_the_unrolled_graph_explains_itself():
     graph = expand(grpo_pipeline(), SchedulingPolicy(2, 1), 3, 2, groups=4)
     lines = graph.explain(2, 2).splitlines()
-    assert "reward_collect[2.2]  reward      after reward_collect[2.1], reward_request[2]" in lines
+    assert "reward_collect[2.2]  reward      after reward_request[2], reward_collect[2.1]" in lines
     assert "rollout[2]           gpu         at once" in lines
     assert graph.window().number_of_nodes() == 3 * len(graph.unroll(1))
+    assert graph.task("reward_collect[2.2]").id == TaskId(2, "reward_collect", 1, 2)
+    with pytest.raises(KeyError):
+        graph.task("rollout[2.1]")
 
 
 def test_what_cannot_stream_is_said() -> None:

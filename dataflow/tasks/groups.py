@@ -23,7 +23,7 @@ def groups_of(task: Task, known: Mapping[TaskId, tuple[int, ...] | None]) -> tup
         return None
     if len(chosen) > 1:
         return tuple(sorted(group for groups in chosen for group in groups))
-    groups, (i, n) = chosen[0], task.share
+    groups, (i, n) = chosen[0], task.mini_batch
     if len(groups) % n:
         raise DataflowError(f"scheduler: {task} cannot take 1/{n} of {len(groups)} groups.")
     size = len(groups) // n
