@@ -87,10 +87,7 @@ class Batch:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.groups, tensors, arrays, self.meta = state
-        # Checkpoints of earlier versions hold arrays.
-        self.tensors = LazyColumns(
-            {n: Packed([Dense(c)]) if isinstance(c, np.ndarray) else c for n, c in tensors.items()}
-        )
+        self.tensors = LazyColumns(tensors)
         self.arrays = LazyColumns(arrays)
 
     def __copy__(self) -> Batch:

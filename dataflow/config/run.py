@@ -146,12 +146,6 @@ class RunConfig(BaseConfig):
     elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(verl_keys.hint)
     """Returns a message with the equivalent of verl's key."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "reward.spare_groups": "reward.extra_groups",
-        "reward.max_strays": "reward.max_abandoned",
-    }
-    """Keys of earlier versions, and their present names."""
-
     unread: ClassVar[Mapping[str, str]] = {}
     """Keys and sections that no stage reads, and why; a value other than the default is refused."""
 

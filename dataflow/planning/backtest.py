@@ -44,7 +44,7 @@ def backtest(trace: Trace, source: str) -> tuple[list[BacktestRow], Trace]:
         A row each for wall time, GPU-pool work, exposed wait and each stage; and the predicted trace.
 
     Raises:
-        DataError: the trace has no complete step, or comes from an older dataflow.
+        DataError: the trace has no complete step.
     """
     workload = of_trace(trace, source, PlanConfig())
     meta = trace.meta

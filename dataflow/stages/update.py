@@ -76,10 +76,6 @@ class TrainedGroups:
         )
 
 
-# Checkpoints of earlier versions hold records under this name.
-Trained = TrainedGroups
-
-
 def staleness(task: TaskInfo, batch: Batch) -> int:
     """Returns the samples' staleness: steps from the weights that sampled them to those that the update starts from.
 

@@ -60,10 +60,7 @@ def concurrency_of(trace: Trace, agent: str) -> int | None:
 
 
 def rates_of(trace: Trace, agent: str) -> tuple[float | None, float | None]:
-    """Returns the agent's requests and tokens a minute at most, as the run's configuration has them; None for no limit.
-
-    Traces of earlier versions do not say them.
-    """
+    """Returns the agent's requests and tokens a minute at most, by the run's configuration; None for no limit."""
     limits = _limits_of(trace, agent)
     rpm, tpm = (float(limits[name]) if limits.get(name) else None for name in ("rpm", "tpm"))
     return rpm, tpm

@@ -42,14 +42,14 @@ def merge(trace: Trace, profiles: Sequence[str | os.PathLike[str]], out: str | o
         ``out``.
 
     Raises:
-        DataError: the trace lacks its exact start time; a file is not a profile, is broken or of another time.
+        DataError: the trace lacks its start time; a file is not a profile, is broken or of another time.
         RunError: ``out`` cannot be written.
     """
     check_out(out)
     assert out is not None
     started = trace.meta.get("started")
-    if not isinstance(started, float | int) or trace.meta.get("version") in (None, 1):
-        raise DataError("merge: this trace lacks its exact start time; make the run again with this dataflow.")
+    if not isinstance(started, float | int):
+        raise DataError("merge: this trace lacks its start time, as it is no run's; give the trace.json of a run.")
     numbers = itertools.count(_IDS)
     loaded = [_Profile(Path(path), trace, started, numbers) for path in profiles]
     # No time may be negative: if a profile began before the run, all times are shifted.

@@ -18,7 +18,7 @@ from typing import Any
 
 from dataflow.errors import DataError
 from dataflow.files import decoded, nearest_run, no_file, replaced
-from dataflow.timeline.spans import USUAL, VERSION, Level, Mark, Span, Trace
+from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
 
 _SHARE = 1000  # items per write
@@ -67,7 +67,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
             ``meta["status"]`` is "cut off", and ``meta["cut"]`` is a sentence that describes what is missing.
 
     Raises:
-        DataError: the file does not exist, is not JSON or no trace of dataflow, or has a newer version.
+        DataError: the file does not exist, is not JSON, or no trace of dataflow.
     """
     try:
         data = Path(path).read_bytes()
@@ -81,18 +81,12 @@ def read(path: str | os.PathLike[str]) -> Trace:
     if not text.strip():
         raise DataError(f"trace {path} is empty; give the trace.json of another run.")
     events, header = _parse(text, path)
-    version, meta = header.get("version"), header.get("meta")
-    if not isinstance(version, int) or version > VERSION:
-        raise DataError(f"trace {path} has version {version}, this dataflow reads {VERSION}; install a newer one.")
+    meta = header.get("meta")
     if not isinstance(meta, dict):
         raise DataError(f"trace {path} has no description of its run; give the trace.json of another run.")
     if (wrong := _misfit(meta, _META, "meta")) is not None:
         raise DataError(f"trace {path} describes its run wrongly ({wrong}); give the trace.json of another run.")
     trace = Trace(meta=meta)
-    for stage in trace.declared:
-        # An old trace declares which stage forms parts, and no other role.
-        usual = "collects" if stage.pop("forms_parts", False) else USUAL.get(stage.get("name", ""), ("", ""))[0]
-        stage.setdefault("role", usual or None)
     for event in events:
         try:
             _take(trace, event)
@@ -109,7 +103,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 
 def _parse(text: str, path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns a file's events and its last description: version, meta, and whether the file is still open."""
+    """Returns a file's events and its last description: meta, and whether the file is still open."""
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -118,7 +112,7 @@ def _parse(text: str, path: str | os.PathLike[str]) -> tuple[list[Any], dict[str
         data = _lines(text, path)
     other: Any = None
     if isinstance(data, dict):
-        # Version 1, or saved by another program in the format's object form.
+        # Saved by another program in the format's object form.
         other, data = data.get("otherData"), data.get("traceEvents")
     events = data if isinstance(data, list) else []
     for event in events:
@@ -151,7 +145,7 @@ def _lines(text: str, path: str | os.PathLike[str]) -> list[Any]:
 
 
 _NUMBER, _NONE = (int, float), type(None)
-_STAGE = {"name": str, "on": str, "role?": (str, _NONE), "every?": (int, _NONE), "reads": [[object]], "writes": [str]}
+_STAGE = {"name": str, "on": str, "role": (str, _NONE), "every?": (int, _NONE), "reads": [[object]], "writes": [str]}
 _LIMITS = {
     "concurrency?": (*_NUMBER, _NONE),
     "rpm?": (*_NUMBER, _NONE),

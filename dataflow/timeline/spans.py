@@ -16,9 +16,6 @@ from dataflow.columns.records import Records
 from dataflow.graph import TaskId
 from dataflow.timeline.downtime import Downtime, downtimes, resumed
 
-VERSION = 2
-"""Version of the trace's content; newer versions are refused when a trace is read."""
-
 
 @dataclass(frozen=True)
 class Span:
@@ -108,7 +105,7 @@ USUAL = {
     "checkpoint": ("saves", "gpu"),  # of a plan from costs or from verl's log, where it stops the GPUs
     "save_checkpoint": ("saves", "gpu"),
 }
-"""Role and resource of stages by name, for traces without them: old ones, and those made without a pipeline."""
+"""Role and resource of stages by name, for traces that were made without a pipeline."""
 
 UNFINISHED = ("running", "interrupted", "failed", "cut off")
 """Statuses of a trace whose last steps may be incomplete."""
@@ -137,9 +134,6 @@ class Trace:
     levels: list[Level] | Records[Level] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     sink: Callable[..., None] | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self.meta.setdefault("version", VERSION)
 
     @classmethod
     def growing(cls, meta: Mapping[str, Any], file: BlockFile) -> Trace:

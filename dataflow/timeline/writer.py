@@ -22,7 +22,7 @@ from dataflow.files import cannot_write
 from dataflow.timeline.agents import cause_of
 from dataflow.timeline.causes.attribution import exposed_waits, waits_after
 from dataflow.timeline.servers import servers_of
-from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, changes, flows
+from dataflow.timeline.spans import Level, Mark, Span, Trace, changes, flows
 
 FORMAT = "dataflow"
 PID = 1
@@ -159,7 +159,7 @@ class TraceWriter:
 
     def _said(self, meta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         # Every viewer knows this kind of event, and shows only its labels.
-        own = {"format": FORMAT, "version": VERSION, **more, "meta": meta}
+        own = {"format": FORMAT, **more, "meta": meta}
         return _about("process_labels", 0, labels=str(meta.get("status", "")), **own)
 
     # Spans and requests are many: formatting their lines by hand takes half the time.

@@ -18,7 +18,7 @@ from tests.rigs.made_up import made_up
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     trace = made_up(2)
-    trace.meta.update(started=1.7e9, version=2)
+    trace.meta.update(started=1.7e9)
     perfetto.write(trace, tmp_path / "trace.json")
     return tmp_path
 

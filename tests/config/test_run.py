@@ -341,21 +341,6 @@ def test_a_rule_of_a_whole_section_names_its_keys_and_no_internals() -> None:
         parse_overrides(RunConfig, ["reward.on_failure=replace_group"])
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("reward.spare_groups", "reward.extra_groups"), ("reward.max_strays", "reward.max_abandoned")]
-)
-def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(old: str, new: str) -> None:
-    said = f"^unknown key '{old}'; it is called '{new}' now.$".replace(".", r"\.")
-    with pytest.raises(ConfigError, match=said):
-        parse_overrides(RunConfig, [f"{old}=2"])
-    section, _, leaf = old.partition(".")
-    with pytest.raises(ConfigError, match=said):
-        build(RunConfig, {section: {leaf: 2}})
-    for near in (f"+{old}", f"~{old}", old.replace("_", "-"), old.title(), old.replace(".", "/"), f"{old}.x", leaf):
-        with pytest.raises(ConfigError, match=f"^unknown key '{re.escape(near)}'; it is called '{re.escape(new)}' now"):
-            parse_overrides(RunConfig, [f"{near}=3"])
-
-
 def test_a_text_in_a_mapping_keeps_its_quotes() -> None:
     config = parse_overrides(RunConfig, ["reward={manager_kwargs: {a: '1e5', b: ['010'], c: 1e5}}"])
     assert config.reward.manager_kwargs == {"a": "1e5", "b": ["010"], "c": 1e5}

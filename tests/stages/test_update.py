@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -230,10 +229,3 @@ def test_with_bypass_mode_the_update_reads_the_responses_in_place_of_the_old_log
     assert update_stage(AlgorithmConfig()) is actor_update
     update = update_stage(AlgorithmConfig(bypass_mode=True))
     assert [read.field for read in update.reads][:3] == ["responses", "responses", "advantages"]
-
-
-def test_a_record_of_an_earlier_version_can_be_read() -> None:
-    record = TrainedGroups(3, frozenset({0, 2}))
-    written = pickle.dumps(record, protocol=0)
-    assert b"TrainedGroups" in written
-    assert pickle.loads(written.replace(b"TrainedGroups", b"Trained")) == record

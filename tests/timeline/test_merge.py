@@ -207,9 +207,8 @@ def test_files_that_are_missing_cut_or_cannot_be_made_are_said(tmp_path: Path) -
             merge(run(), [ray], out)
 
 
-@pytest.mark.parametrize("meta", [{"version": 1}, {"started": None}])
-def test_a_run_that_does_not_say_when_it_began_is_refused(tmp_path: Path, meta: dict[str, Any]) -> None:
+def test_a_run_that_does_not_say_when_it_began_is_refused(tmp_path: Path) -> None:
     trace = run()
-    trace.meta |= meta
-    with pytest.raises(DataError, match="lacks its exact start time"):
+    trace.meta["started"] = None
+    with pytest.raises(DataError, match="lacks its start time"):
         merge(trace, [save(tmp_path / "ray.json", ray_timeline())], tmp_path / "merged.json")

@@ -19,7 +19,7 @@ from dataflow.policy import expand, preset
 from dataflow.runner import Runner
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace
+from dataflow.timeline.spans import Level, Mark, Span, Trace
 from tests.rigs.costs import SteadyCosts
 from tests.timeline.traces.trace_format import check
 
@@ -212,28 +212,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
 
 
-# --- files of before, cut files, and what is none -----------------------------------------------------------
-
-
-def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
-    span = {"stage": "rollout", "step": 1, "part": 0, "parts": 1, "resource": "gpu", "waited_for": ""}
-    span |= {"begin_s": 0.1, "end_s": 0.3, "samples": 4, "+stage": "mine"}
-    events = [
-        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "both"}},
-        {"ph": "X", "cat": "task", "name": "rollout 1", "pid": 1, "tid": 1, "ts": 100000, "dur": 200000, "args": span},
-        {"ph": "b", "ts": 0, "cat": "request", "name": "reward", "id": "0x1", "pid": 1, "tid": 1,
-         "args": {"resource": "reward", "begin_s": 0.0, "end_s": 1.0, "step": 1}},
-        {"ph": "C", "cat": "level", "name": "limit", "pid": 1, "ts": 0, "at_s": 0.5, "args": {"value": 3.0}},
-    ]  # fmt: skip
-    meta = {"policy": "both", "status": "finished", "version": 1}
-    data = {"traceEvents": events, "otherData": {"format": "dataflow", "version": 1, "meta": meta}}
-    (tmp_path / "trace.json").write_text(json.dumps(data))
-    assert perfetto.read(tmp_path / "trace.json") == Trace(
-        [Span("rollout", 1, 0, 1, "gpu", 0.1, 0.3, {"samples": 4, "stage": "mine"})],
-        [Mark("reward", "reward", 0.0, 1.0, {"step": 1})],
-        [Level("limit", 0.5, 3.0)],
-        meta,
-    )
+# --- cut files, and what is none ----------------------------------------------------------------------------
 
 
 def test_a_trace_that_another_tool_saved_is_read(tmp_path: Path) -> None:
@@ -303,7 +282,7 @@ def with_task(meta: Any = None, **args: Any) -> bytes:
     """A file with one task, of which some facts or the description are other ones."""
     task = {"stage": "rollout", "step": 1, "part": 0, "parts": 1, "resource": "gpu", "waited_for": ""}
     task |= {"begin_s": 1.0, "end_s": 2.0, **args}
-    other = {"format": "dataflow", "version": 1, "meta": meta or {}}
+    other = {"format": "dataflow", "meta": meta or {}}
     event = {"ph": "X", "cat": "task", "name": "rollout 1", "args": task}
     return json.dumps({"traceEvents": [event], "otherData": other}).encode()
 
@@ -327,21 +306,14 @@ STAGE = {"name": "rollout", "on": "gpu", "role": "samples", "every": None, "read
         (b"[", "cut off before its first event"),
         (b'[{"ph": "X", "ts": 1},\n{"ph"', "not written by dataflow"),
         (b"[3, null]", "not written by dataflow"),
-        (said(version=VERSION + 1, meta={}), "install a newer"),
-        (said(version=VERSION), "has no description of its run"),
-        (said(meta={}), "has version None"),
+        (said(), "has no description of its run"),
         (b'{"traceEvents": []}', "not written by dataflow"),
         (
-            b'{"traceEvents": {}, "otherData": {"format": "dataflow", "version": 1}}',
+            b'{"traceEvents": {}, "otherData": {"format": "dataflow"}}',
             "not written by dataflow",
         ),
         (
-            b'{"traceEvents": [], "otherData": {"format": "dataflow", "version": 99, "meta": {}}}',
-            "install a newer",
-        ),
-        (b'{"traceEvents": [], "otherData": {"format": "dataflow"}}', "has version None"),
-        (
-            b'{"traceEvents": [3], "otherData": {"format": "dataflow", "version": 1, "meta": {}}}',
+            b'{"traceEvents": [3], "otherData": {"format": "dataflow", "meta": {}}}',
             "broken event",
         ),
         (with_task(step="one"), "broken event"),

@@ -17,7 +17,7 @@ STARTED = 1.7e9
 def profiled(begin: float = 1.0) -> Trace:
     args = {"profile": "actor_update-2.json.gz", "operators": "aten::mm 61%, aten::add 9%"}
     spans = [Span("rollout", 1, 0, 1, "gpu", 0.0, 1.0), Span("actor_update", 2, 0, 1, "gpu", begin, begin + 0.5, args)]
-    return Trace(spans, meta={"started": STARTED, "version": 2})
+    return Trace(spans, meta={"started": STARTED})
 
 
 def write(run: Path, name: str, at: float) -> None:

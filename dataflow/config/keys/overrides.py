@@ -252,7 +252,7 @@ def refusal(cls: type[BaseModel], key: str) -> str | None:
 def _unknown(cls: type[BaseModel], key: str) -> str:
     keys = [*_keys(cls), *_keys_below(cls, key)]
     elsewhere = getattr(cls, "elsewhere", lambda key, exactly=False: None)
-    return suggestions.unknown(key, keys, list(cls.model_fields), elsewhere, getattr(cls, "renamed", {}))
+    return suggestions.unknown(key, keys, list(cls.model_fields), elsewhere)
 
 
 def shortened(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from dataflow.errors import alike
 
@@ -12,7 +12,6 @@ def unknown(
     keys: Sequence[str],
     sections: Sequence[str],
     elsewhere: Callable[..., str | None],
-    renamed: Mapping[str, str],
 ) -> str:
     """Returns a sentence about an unknown key that suggests another.
 
@@ -21,14 +20,10 @@ def unknown(
         keys: all that there are, dotted.
         sections: the first parts of the keys.
         elsewhere: returns the name of another program's key, as part of a message; with ``exactly``, of no similar one.
-        renamed: keys of earlier versions, and their present names.
     """
     section, _, leaf = key.rpartition(".")
     same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
     same_section = [k for k in keys if section and k.startswith(f"{section}.")]
-    for old, now in renamed.items():
-        if any(f"{form}.".startswith(f"{old}.") or form == old.rpartition(".")[2] for form in _forms(key)):
-            return f"unknown key '{key}'; it is called '{now}' now."
     # Check verl's names first, so that they are not taken for misspelt names of another meaning.
     if (message := elsewhere(key, exactly=True)) is not None:
         return f"unknown key '{key}'; {message}"

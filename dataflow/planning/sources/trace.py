@@ -55,12 +55,12 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         config: of the plan.
 
     Raises:
-        DataError: the trace has no complete step, or comes from an older dataflow.
+        DataError: the trace has no complete step.
         ConfigError: a key contradicts what was measured.
     """
     job = trace.meta.get("job")
     if not isinstance(job, dict) or "pipeline" not in job:
-        raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
+        raise DataError(f"trace {source} does not say what its pipeline was; give the trace.json of a run.")
     said = {"prompts": "prompts" in job, "mini-batches": job.get("mini_batches") is not None}
     if missing := [name for name, known in said.items() if not known]:
         raise DataError(
@@ -284,7 +284,7 @@ def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
         if s.stage == stage and s.end > s.begin
     ]
     if not shares or len(set(map(len, shares))) > 1:
-        return ()  # a rollout was restarted, or the trace comes from an older dataflow
+        return ()  # a rollout was restarted
     return tuple(statistics.fmean(column) for column in zip(*shares, strict=True))
 
 

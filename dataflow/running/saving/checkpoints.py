@@ -217,7 +217,7 @@ class CheckpointStore:
         """Returns the newest whole checkpoint, or None; warns of each newer one that is not whole.
 
         Raises:
-            ConfigError: a newer version of dataflow wrote it, or the directory cannot be read.
+            ConfigError: the directory cannot be read.
         """
         while True:
             for step in reversed(self._steps()):
@@ -249,7 +249,7 @@ class CheckpointStore:
         if not sound:
             return
         kept = self._kept(sound)
-        gone = [step for step in self._steps() if step not in kept and not self._of_newer_version(step)]
+        gone = [step for step in self._steps() if step not in kept]
         aside = [self._rename_aside(step) for step in gone]
         if aside:
             sync(self.directory)
@@ -311,20 +311,11 @@ class CheckpointStore:
         return manifest
 
     def _manifest(self, step: int, *, contents: bool) -> Manifest | None:
-        """Returns the manifest of a checkpoint that is whole and of a known format."""
+        """Returns the manifest of a checkpoint, if that is whole."""
         try:
             return self._read(step, contents=contents)
-        except (Torn, ConfigError):
-            return None
-
-    def _of_newer_version(self, step: int) -> bool:
-        try:
-            read_manifest(self._path(step))
-        except ConfigError:
-            return True
         except Torn:
-            pass
-        return False
+            return None
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:06}"

@@ -1,7 +1,6 @@
 """The manifest of a checkpoint: its step, facts of the run, and size and SHA-256 of each of its files.
 
-It is JSON in one exact layout with a digest of itself, so that a change of any byte is found. Every format keeps the
-keys ``version`` and ``sha256`` and the layout; a newer format can thus be distinguished from a torn file.
+It is JSON in one exact layout with a digest of itself, so that a change of any byte is found.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import ConfigError, DataflowError
+from dataflow.errors import DataflowError
 from dataflow.files import sha256_of
 
 NAME = "manifest.json"
-VERSION = 1
-"""The newest format that this version of dataflow reads, and the one that it writes."""
 
 
 class Torn(DataflowError):
@@ -94,7 +91,7 @@ def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> int:
         sync(directory / name)
     # A second pass through JSON makes keys texts and tuples lists, as they will be read.
     body = json.loads(_text({"step": step, "facts": dict(facts), "files": files}))
-    data = _text(_signed(VERSION, body)).encode()
+    data = _text(_signed(body)).encode()
     with (directory / NAME).open("xb") as file:
         file.write(data)
         file.flush()
@@ -109,7 +106,6 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         Torn: it is missing, unreadable or changed.
-        ConfigError: a newer version of dataflow wrote it.
     """
     with _reading(directory / NAME):
         if not stat.S_ISREG((directory / NAME).stat().st_mode):  # to read a pipe takes for ever
@@ -118,17 +114,12 @@ def read_manifest(directory: Path) -> Manifest:
     changed = Torn(f"{NAME} is cut off or changed")
     try:
         found = json.loads(data)
-        version, body = found["version"], {key: found[key] for key in found if key not in ("version", "sha256")}
-        intact = type(version) is int and _text(_signed(version, body)).encode() == data
+        body = {key: found[key] for key in found if key != "sha256"}
+        intact = _text(_signed(body)).encode() == data
     except (ValueError, TypeError, KeyError) as error:
         raise changed from error
     if not intact:
         raise changed
-    if version > VERSION:
-        raise ConfigError(
-            f"checkpoint {directory}: a newer version of dataflow wrote it (format {version}; this one reads up to "
-            f"{VERSION}); update dataflow, or move the directory away to resume from an older checkpoint."
-        )
     files = {name: (file["bytes"], file["sha256"]) for name, file in body["files"].items()}
     return Manifest(body["step"], body["facts"], files)
 
@@ -142,9 +133,8 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(handle)
 
 
-def _signed(version: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    digest = hashlib.sha256(_text({"version": version, **body}).encode()).hexdigest()
-    return {"version": version, "sha256": digest, **body}
+def _signed(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(_text(body).encode()).hexdigest(), **body}
 
 
 def _text(value: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from dataflow.config.keys.yaml_values import dump, inline, load, load_hydra, load_older
+from dataflow.config.keys.yaml_values import dump, inline, load, load_hydra
 
 # fmt: off
 TEXTS = [
@@ -87,7 +87,7 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         load(text)
 
 
-@pytest.mark.parametrize("read", [load, load_older, load_hydra, yaml.safe_load])
+@pytest.mark.parametrize("read", [load, load_hydra, yaml.safe_load])
 def test_what_is_written_reads_back_as_it_was_here_and_elsewhere(read: Callable[[str], object]) -> None:
     values = {"list": WRITTEN, "keys": {str(value): value for value in WRITTEN}}
     assert read(dump(values)) == values
@@ -95,13 +95,6 @@ def test_what_is_written_reads_back_as_it_was_here_and_elsewhere(read: Callable[
     for value in WRITTEN:
         assert [type(found := read(write(value))) for write in (dump, inline)] == [type(value)] * 2
         assert found == value
-
-
-def test_what_pyyaml_wrote_before_reads_back_as_it_was() -> None:
-    for value in WRITTEN:
-        assert (found := load_older(yaml.safe_dump(value, allow_unicode=True))) == value
-        assert type(found) is type(value)
-    assert load_older("[010, 1:30, 2001-01-01]") == [10, "1:30", "2001-01-01"]  # no dumper writes these
 
 
 def test_hydras_types() -> None:

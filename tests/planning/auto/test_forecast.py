@@ -206,7 +206,7 @@ def test_what_cannot_be_predicted_is_left_out() -> None:
     assert found is not None
     assert forecast(found, [BASELINE, SchedulingPolicy(3)], BASELINE).seconds[1] is None
     del found.meta["job"]
-    reason = "trace the run does not say what its pipeline was; run it again with this dataflow."
+    reason = "trace the run does not say what its pipeline was; give the trace.json of a run."
     assert forecast(found, [BASELINE], BASELINE) == Forecast([None], reason=reason)
 
 

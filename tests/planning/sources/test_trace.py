@@ -246,7 +246,7 @@ def test_the_time_of_a_checkpoint_must_be_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.meta.pop("job"), "does not say what its pipeline was; run it again"),
+        (lambda t: t.meta.pop("job"), "does not say what its pipeline was; give the trace"),
         (lambda t: t.meta["job"].pop("prompts"), "does not say how many prompts a step has"),
         (lambda t: t.spans.clear(), "holds no task; give a run that trained at least one step"),
         (lambda t: t.spans.__delitem__(slice(5, None)), "holds no whole step of"),

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loguru import logger
 
-from dataflow.errors import ConfigError
 from dataflow.running.saving import checkpoints, manifest
 from dataflow.running.saving.checkpoints import CheckpointStore
-from tests.rigs.checkpoints import empty, names, save
+from tests.rigs.checkpoints import empty, save
 from tests.rigs.logs import logged
 
 FILES = ("manifest.json", "states.pkl", "trainer/.metadata", "trainer/__0_0.distcp")
@@ -108,7 +107,7 @@ def test_no_byte_of_a_checkpoint_can_be_flipped_or_cut_off_unnoticed(tmp_path: P
             "manifest.json is no regular file",
         ),
         (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json is cut off or changed"),
-        (lambda d: (d / "manifest.json").write_text('{"version": 1}'), "manifest.json is cut off or changed"),
+        (lambda d: (d / "manifest.json").write_text('{"step": 1}'), "manifest.json is cut off or changed"),
         (lambda d: tear(d / "trainer" / ".metadata", "link", 0, 0), "trainer/.metadata is no regular file"),
         (lambda d: tear(d / "trainer" / ".metadata", "flip", 0, 1), "the contents of trainer/.metadata have changed"),
         (lambda d: shutil.rmtree(d / "trainer"), "trainer/.metadata is missing"),
@@ -139,24 +138,6 @@ def test_a_file_that_may_not_be_read_is_torn(tmp_path: Path) -> None:
     with logged() as warnings:
         assert store.newest() is None
     assert "states.pkl cannot be read (Permission denied)" in warnings[0]
-
-
-def test_a_newer_format_is_an_error_and_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path, keep_last=1)
-    save(store, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "VERSION", 7)
-        save(CheckpointStore(tmp_path, keep_last=2), 3)
-        assert store.newest() is not None
-    with pytest.raises(ConfigError) as raised:
-        store.newest()
-    assert str(raised.value) == (
-        f"checkpoint {tmp_path / 'step_000003'}: a newer version of dataflow wrote it (format 7; this one reads up to "
-        "1); update dataflow, or move the directory away to resume from an older checkpoint."
-    )
-    assert store.whole() == [1]
-    save(store, 4)
-    assert names(tmp_path) == ["step_000003", "step_000004"]
 
 
 def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
