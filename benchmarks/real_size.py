@@ -166,7 +166,6 @@ async def measure(options: argparse.Namespace, samples: str) -> dict[str, Any]:
             name: {"read": executor.read[name] / options.steps, "written": executor.written[name] / options.steps}
             for name in sorted({*executor.read, *executor.written})
         },
-        "through_driver": {"read": executor.bytes_read / options.steps},
         "memory": {**{name: found for name, (_times, found) in reports.items()}, "driver": memory()},
         "driver_mb": driver,
     }
@@ -221,8 +220,6 @@ def report(found: Mapping[str, Any], options: argparse.Namespace) -> bool:
         units = [1e6, 1e6, 1, 1]
         lines.append((name, *(f"{n / u:.0f}" if n is not None else "" for n, u in zip(each, units, strict=True))))
     print(table(lines))
-    through = found["through_driver"]
-    print(f"\nthrough the driver: {through['read'] / 1e3:.0f} kB read a step")
     found["exposed_s"], found["bound_s"] = total, bound  # type: ignore[index]
     return bool(total <= bound)
 

@@ -24,6 +24,7 @@ class Report:
         marks: spans and levels inside the task, for the trace.
         facts: arguments of the task's span in the trace.
         written: group ids of each field that holds a Batch.
+        held: the groups that it leaves in the memory of its service, if its stage replays.
         logged: level and text of the warnings and errors that the process logged since its last report, if it has
             no terminal of its own.
     """
@@ -35,6 +36,7 @@ class Report:
     marks: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     written: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    held: tuple[int, ...] | None = None
     logged: tuple[tuple[str, str], ...] = ()
 
 

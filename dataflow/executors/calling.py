@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, NotOffered, RewardFailed, StageFailed
@@ -18,6 +20,8 @@ from dataflow.executors.parts import listed
 from dataflow.graph import Stage, Task, TaskId, TaskInfo
 from dataflow.usercode.copies import readable_once
 from dataflow.usercode.failures import message_of
+
+OnChunk: TypeAlias = Callable[[Chunk], None]
 
 
 def fields_of(call: StageCall, values: Sequence[Any]) -> list[Any]:
@@ -161,36 +165,93 @@ def _check_sizes(stage: Stage, name: str, value: Batch, inputs: Sequence[Batch],
     )
 
 
-def prepare(
+async def run_stage(
     stage: Stage,
     call: StageCall,
     values: Sequence[Any],
     services: Mapping[str, Any],
-    on_emit: Callable[[int, tuple[Any, ...]], None] | None = None,
-) -> tuple[list[Any], dict[str, Any], TaskInfo]:
-    """Returns arguments, keyword arguments and the info object for one call of a stage function.
+    now: Callable[[], float],
+    on_chunk: OnChunk | None = None,
+    thread: Executor | None = None,
+    own: Callable[[Any], Any] = lambda value: value,
+) -> tuple[Report, tuple[Any, ...]]:
+    """Runs a stage function, the same in this process and in a worker.
 
     Args:
         stage: the stage to call.
-        call: the call as it arrived.
+        call: what to run it on.
         values: of the fields, then of the chunks that the task has emitted already.
         services: services in this process, by parameter name.
-        on_emit: called with the number of each chunk that the function emits, and a value per field.
+        now: returns seconds of the executor's clock.
+        on_chunk: called with each chunk that the function emits.
+        thread: that runs a plain function; None runs it at once, on the event loop.
+        own: copies what the function reads and returns, where these are objects of other tasks, too.
+
+    Returns:
+        The report, and a value per field that the stage writes.
+
+    Raises:
+        DataflowError: the values do not fit the stage's fields or its input.
     """
+    begin = now()
     wide = len(stage.writes)
     values, old = values[: len(values) - wide * len(call.emitted)], values[len(values) - wide * len(call.emitted) :]
     emitted = {
         number: old[at * wide] if wide == 1 else tuple(old[at * wide : (at + 1) * wide])
         for at, number in enumerate(call.emitted)
     }
-    info = replace(call.info, metrics={}, marks=[], facts={}, emitted=emitted, on_emit=on_emit)
+
+    def emit(number: int, written: tuple[Any, ...]) -> None:
+        if call.info.emits > 1 and on_chunk is not None:
+            on_chunk(_chunk(stage, call.info, number, own(written), now()))
+
+    info = replace(call.info, metrics={}, marks=[], facts={}, emitted=own(emitted), on_emit=emit)
     keywords = {name: services.get(name, service) for name, service in stage.services.items()}
     if "task" in inspect.signature(stage.fn).parameters:
         keywords["task"] = info
-    return fields_of(call, values), keywords, info
+    fields = own(fields_of(call, values))
+
+    def plain() -> Any:
+        with _around(stage, info):
+            return stage.fn(*fields, **keywords)
+
+    if is_async(stage):
+        with _around(stage, info):
+            result = stage.fn(*fields, **keywords)
+            result = await result if asyncio.iscoroutine(result) else result
+    elif thread is None:
+        result = plain()
+    else:
+        result = await _in_thread(thread, plain)
+    written = results_of(stage, own(result))
+    check_rows(stage, call, fields, written)
+    report = _report(stage, info, written, begin, now())
+    if stage.replays:  # the groups that it leaves in its service; none if it leaves a state
+        report.held = next((value.ids for value in fields if isinstance(value, Batch)), ())
+    return report, written
 
 
-def around(stage: Stage, info: TaskInfo) -> AbstractContextManager[None]:
+def is_async(stage: Stage) -> bool:
+    """Whether the stage's function is async, below its decorators."""
+    return inspect.iscoroutinefunction(inspect.unwrap(stage.fn))
+
+
+async def _in_thread(thread: Executor, function: Callable[[], Any]) -> Any:
+    """Runs user code in a thread; a future takes no StopIteration, and SystemExit would end the event loop."""
+
+    def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return function(), None
+        except BaseException as error:
+            return None, error
+
+    result, error = await asyncio.get_running_loop().run_in_executor(thread, outcome)
+    if error is not None:
+        raise error
+    return result
+
+
+def _around(stage: Stage, info: TaskInfo) -> AbstractContextManager[None]:
     """Returns what is entered around a call of a stage function; see :attr:`Hosted.around`."""
     host = stage.host
     if host is None or host.around is None or stage.role == "saves":
@@ -198,7 +259,7 @@ def around(stage: Stage, info: TaskInfo) -> AbstractContextManager[None]:
     return host.around(info)
 
 
-def make_chunk(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], at: float) -> Chunk:
+def _chunk(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], at: float) -> Chunk:
     """Returns the event of a chunk that a task emits.
 
     Raises:
@@ -221,7 +282,7 @@ def make_chunk(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...
     return Chunk(TaskId(info.step, info.stage, number, info.emits), at, ids, values)
 
 
-def report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, end: float) -> Report:
+def _report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, end: float) -> Report:
     """Returns the report of a finished call.
 
     Raises:
@@ -249,27 +310,6 @@ def report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, e
     if batches and "weights_version" in batches[0].meta:
         facts["weights_version"] = batches[0].meta["weights_version"]
     return Report(begin, end, groups, info.metrics, info.marks, facts, written)
-
-
-def answer(
-    stage: Stage, call: StageCall, info: TaskInfo, fields: Sequence[Any], result: Any, begin: float, end: float
-) -> tuple[Report, tuple[Any, ...]]:
-    """Returns the report of a finished call and a value per field that it writes.
-
-    Args:
-        stage: the stage that was called.
-        call: the call as it arrived.
-        info: that the function was given.
-        fields: arguments of the function.
-        result: the return value of the function.
-        begin, end: of the call, in seconds of the executor's clock.
-
-    Raises:
-        DataflowError: the values do not fit the stage's fields or its input.
-    """
-    values = results_of(stage, result)
-    check_rows(stage, call, fields, values)
-    return report(stage, info, values, begin, end), values
 
 
 def failure(task: Task, error: BaseException, elapsed: float, story: str) -> StageFailed:

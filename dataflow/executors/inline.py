@@ -1,7 +1,8 @@
 """The inline executor: runs everything in this process, for debugging. Each service is built here once.
 
 Async stage functions (those of the reward agent) run concurrently on the event loop, so rewards arrive while other
-tasks compute. Other tasks run one at a time, in the order in which they were started.
+tasks compute. Plain ones run on it too, where a debugger finds them: one at a time, in the order in which they were
+started.
 
 As on Ray, where values are pickled, a task reads copies and returns copies: other tasks never see changes that a
 function makes in place.
@@ -10,15 +11,13 @@ function makes in place.
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from dataflow.errors import DataflowError, PipelineError, RunError
 from dataflow.executors.base import ALONE, Chunk, Done, StageCall
-from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
-from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId, TaskInfo
+from dataflow.executors.calling import is_async, method_of, run_stage
+from dataflow.graph import Hosted, Pipeline, Task, TaskId
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import is_ours, message_of
@@ -29,8 +28,8 @@ class InlineExecutor:
 
     def __init__(self) -> None:
         self._services: dict[str, Any] = {}
-        self._queue: deque[tuple[Task, StageCall, Sequence[Any]]] = deque()
-        self._waiters: dict[TaskId, asyncio.Task[None]] = {}
+        self._running: dict[TaskId, asyncio.Task[None]] = {}
+        self._turn = asyncio.Lock()  # of plain functions; it wakes its waiters in their order
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
 
     async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
@@ -60,82 +59,46 @@ class InlineExecutor:
         return own_copy(value)
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        if asyncio.iscoroutinefunction(inspect.unwrap(task.stage.fn)):  # a decorator may be a plain function
-            self._waiters[task.id] = asyncio.create_task(self._wait(task, call, values))
-        else:
-            self._queue.append((task, call, values))
+        self._running[task.id] = asyncio.create_task(self._run(task, call, values))
+
+    async def _run(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
+        stage, emit = task.stage, self._events.put_nowait
+        bound = {
+            name: self._services[service.name]
+            for name, service in stage.services.items()
+            if isinstance(service, Hosted)
+        }
+        try:
+            if is_async(stage):
+                done = Done(task.id, *await run_stage(stage, call, values, bound, self.now, emit, own=own_copy))
+            else:
+                async with self._turn:
+                    await asyncio.sleep(0)  # the async tasks go on between two that compute
+                    done = Done(task.id, *await run_stage(stage, call, values, bound, self.now, emit, own=own_copy))
+        except BaseException as error:
+            if is_ours(error):
+                raise
+            done = Done(task.id, error=error)
+        self._running.pop(task.id, None)
+        self._events.put_nowait(done)
 
     async def events(self) -> AsyncIterator[Done | Chunk]:
         while True:
-            if self._queue:
-                # Let async tasks make progress between two tasks that compute.
-                await asyncio.sleep(0)
-                if self._events.empty():
-                    task, call, values = self._queue.popleft()
-                    self._compute(task, call, values)
             yield await self._events.get()
 
-    def _bound(self, stage: Stage) -> dict[str, Any]:
-        host = stage.host
-        return (
-            {name: self._services[host.name] for name, service in stage.services.items() if service is host}
-            if host
-            else {}
-        )
-
-    def _prepare(
-        self, task: Task, call: StageCall, values: Sequence[Any]
-    ) -> tuple[list[Any], dict[str, Any], TaskInfo]:
-        def emit(number: int, emitted: tuple[Any, ...]) -> None:
-            self._events.put_nowait(make_chunk(task.stage, call.info, number, own_copy(emitted), self.now()))
-
-        streams = emit if task.emits > 1 else None
-        arguments, keywords, info = prepare(task.stage, call, values, self._bound(task.stage), streams)
-        info.emitted = own_copy(info.emitted)
-        return own_copy(arguments), keywords, info
-
-    def _compute(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        begin = self.now()
-        try:
-            arguments, keywords, info = self._prepare(task, call, values)
-            with around(task.stage, info):
-                result = own_copy(task.stage.fn(*arguments, **keywords))
-            done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
-        except BaseException as error:
-            if is_ours(error):
-                raise
-            done = Done(task.id, error=error)
-        self._events.put_nowait(done)
-
-    async def _wait(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        begin = self.now()
-        try:
-            arguments, keywords, info = self._prepare(task, call, values)
-            with around(task.stage, info):
-                result = task.stage.fn(*arguments, **keywords)
-                result = own_copy(await result if asyncio.iscoroutine(result) else result)
-            done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
-        except BaseException as error:
-            if is_ours(error):
-                raise
-            done = Done(task.id, error=error)
-        self._waiters.pop(task.id, None)
-        self._events.put_nowait(done)
-
     def cancel(self, task: TaskId) -> None:
-        if wait := self._waiters.pop(task, None):
-            wait.cancel()
-        self._queue = deque(item for item in self._queue if item[0].id != task)
+        if running := self._running.pop(task, None):
+            running.cancel()
 
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:
         answer = method_of(self._services[host], method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     async def close(self) -> None:
-        for wait in self._waiters.values():
-            wait.cancel()
-        await asyncio.gather(*self._waiters.values(), return_exceptions=True)
-        self._waiters.clear()
+        for running in self._running.values():
+            running.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        self._running.clear()
         for service in self._services.values():
             if hasattr(service, "close"):
                 closed = service.close()

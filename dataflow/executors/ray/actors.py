@@ -18,7 +18,7 @@ from dataflow.cluster.answer import died, fetch, first_failure, peer_lost, unrea
 from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, log_nodes, nodes_of
 from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY
 from dataflow.cluster.shared_paths import SharedPaths, check_version, one_on_each
-from dataflow.executors.ray.host import Host, Place, WaitingHost
+from dataflow.executors.ray.host import Host, Place
 from dataflow.graph import Hosted
 from dataflow.system import clock
 from dataflow.system.supervisor import report
@@ -69,7 +69,6 @@ class Actors:
         self._cluster = cluster
         self._rule = None if cluster is None else cluster.rule(spec)
         self._actors: list[Any] = []
-        self._runs: dict[tuple[int, int], Any] = {}
         self._reserved: Places | None = None
         self._places: list[Place] = []
         self._reasons = tempfile.TemporaryDirectory(prefix="dataflow-")
@@ -85,15 +84,6 @@ class Actors:
         """Rank 0."""
         return self._actors[0]
 
-    def run(self, rank: int, returns: int, *arguments: Any) -> list[Any]:
-        """Calls ``Host.run`` of a rank; returns a ref for each of the values that it returns."""
-        # Each answer of Ray's options() is kept: it takes 0.1 ms, in which the GPU pool waits.
-        call = self._runs.get((rank, returns))
-        if call is None:
-            call = self._runs[rank, returns] = self._actors[rank].run.options(num_returns=returns)
-        answer = call.remote(*arguments)
-        return answer if isinstance(answer, list) else [answer]
-
     async def place(self) -> None:
         """Starts the actors and waits until they are up, with their GPUs, on nodes that see the service's paths.
 
@@ -104,9 +94,8 @@ class Actors:
 
         spec = self._spec
         # Ray names a process after its class, so 'ps' and 'top' show the service that it hosts.
-        base = WaitingHost if spec.concurrent else Host
-        kind = ray.remote(type(spec.name, (base,), {"__module__": __name__}))
-        how = {"max_concurrency": 1000} if spec.concurrent else {}
+        kind = ray.remote(type(spec.name, (Host,), {"__module__": __name__}))
+        how = {"max_concurrency": 1000 if spec.concurrent else 1}
         self._reserved = Places(spec.ranks, spec.gpus, spec.devices, self._rule)
         if shortage := self.lacking():
             logger.warning("'{}' waits for nodes: {}.", spec.name, shortage)
@@ -255,7 +244,7 @@ class Actors:
             ray.kill(actor)
         if self._reserved is not None:
             self._reserved.release()
-        self._actors, self._runs, self._reserved, self._places = [], {}, None, []
+        self._actors, self._reserved, self._places = [], None, []
 
 
 def _taken(path: str) -> str:

@@ -1,8 +1,8 @@
 """The Ray executor: each service in an actor per rank, each stage function in the process of its service.
 
-Values between stages are object refs, which the run's process passes on without fetching them. It reads one small
-pickled report per task; ``bytes_read`` counts their bytes. The actors of a service and their restarts are in
-``worker_group``; the code that runs in the actors is in ``host``.
+Values between stages are object refs, which the run's process passes on without fetching them; it reads a small report
+of each task. The actors of a service and their restarts are in ``worker_group``; the code that runs in the actors is in
+``host``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dataflow.cluster.nodes import NodeRule
 from dataflow.errors import RunError
 from dataflow.executors.base import ALONE, Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
-from dataflow.executors.ray.running import Running
 from dataflow.executors.ray.worker_group import WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
@@ -71,10 +70,9 @@ class RayExecutor:
         self.imports = tuple(imports)
         self._on_up = on_up
         self._server = server
-        self.bytes_read = 0
         self._hosts: dict[str, WorkerGroup] = {}
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
-        self._waiters: dict[TaskId, asyncio.Task[None]] = {}
+        self._running: dict[TaskId, asyncio.Task[None]] = {}
         self._nodes = dict(nodes or {})
         self._directory = directory
         self._deadline_s = deadline_s
@@ -169,15 +167,11 @@ class RayExecutor:
             self.threads,
             self.imports,
             self._deadline_s or BUILD_DEADLINE_S,
-            self._count_bytes,
             self._events.put_nowait,
             self._cluster,
         )
         self._hosts[spec.name] = workers
         return workers
-
-    def _count_bytes(self, size: int) -> None:
-        self.bytes_read += size
 
     def now(self) -> float:
         return clock.now()
@@ -191,17 +185,15 @@ class RayExecutor:
             raise RunError(f"Ray's object store does not take the run's inputs: {last_words(error)}") from error
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        workers = self._hosts[(task.stage.host or HELPER).name]
-        running = workers.start(task, call, values, self.now())
-        self._waiters[task.id] = asyncio.create_task(self._wait(workers, running))
+        self._running[task.id] = asyncio.create_task(self._run(task, call, values))
 
-    async def _wait(self, workers: WorkerGroup, running: Running) -> None:
-        i = running.task.id
+    async def _run(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
+        workers = self._hosts[(task.stage.host or HELPER).name]
         try:
-            done = await workers.end_of(running)
+            done = await workers.run(task, call, values, self.now())
         except Exception as error:
-            done = Done(i, error=cause(error))
-        self._waiters.pop(i, None)
+            done = Done(task.id, error=cause(error))
+        self._running.pop(task.id, None)
         self._events.put_nowait(done)
 
     async def events(self) -> AsyncIterator[Done | Chunk]:
@@ -209,10 +201,8 @@ class RayExecutor:
             yield await self._events.get()
 
     def cancel(self, task: TaskId) -> None:
-        if wait := self._waiters.pop(task, None):
-            wait.cancel()
-        for workers in self._hosts.values():
-            workers.drop(task)
+        if running := self._running.pop(task, None):
+            running.cancel()
 
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:
         return await self._hosts[host].ask(method, *arguments)
@@ -222,9 +212,10 @@ class RayExecutor:
         import ray
 
         report(ray="closing")
-        for wait in self._waiters.values():
-            wait.cancel()
-        self._waiters.clear()
+        for running in self._running.values():
+            running.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        self._running.clear()
         for workers in self._hosts.values():
             workers.end()
         if not ray.is_initialized():

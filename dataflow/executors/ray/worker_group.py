@@ -2,14 +2,13 @@
 
 If ``Hosted.restarts`` allows it, no task is lost when a service dies. After every call to the dead service has failed
 or answered, the group builds a new one, submits again the groups that the dead one had not returned yet
-(:mod:`dataflow.executors.ray.replays`), and then sends the tasks that were running. A call that answered counts and is
-not repeated, so no group is returned twice. A task that raises by itself fails the run as usual.
+(:mod:`dataflow.executors.ray.replays`), and then the tasks that were running send their calls again. A call that
+answered counts and is not repeated, so no group is returned twice. A task that raises by itself fails the run as usual.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -23,10 +22,9 @@ from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.executors.base import Chunk, Done, Report, StageCall
 from dataflow.executors.ray.actors import Actors, Membership
 from dataflow.executors.ray.replays import Replays, Submission
-from dataflow.executors.ray.running import Running
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 
-NAMED = 4  # tasks named in a warning; the others are counted
+_NAMED = 4  # tasks named in a warning; the others are counted
 _FREEZES = 3  # of a service that end the run: a call that froze it is made again, and freezes it again
 
 
@@ -38,7 +36,6 @@ class WorkerGroup:
         threads: OMP threads in each process.
         imports: modules that each process imports before it builds the service.
         deadline_s: seconds that building the service may take.
-        on_read: called with the size in bytes of each answer that the controller reads.
         on_chunk: called with each chunk that a running task emits.
         cluster: that the run has joined; None for a Ray of its own.
 
@@ -54,7 +51,6 @@ class WorkerGroup:
         threads: int,
         imports: Sequence[str],
         deadline_s: float,
-        on_read: Callable[[int], None],
         on_chunk: Callable[[Chunk], None],
         cluster: Membership | None = None,
     ) -> None:
@@ -63,11 +59,10 @@ class WorkerGroup:
         self.actors = Actors(spec, threads, imports, cluster)
         self.deaths = 0
         self.replays = Replays(spec.name)
-        self._on_read = on_read
         self._on_chunk = on_chunk
         self._blobs: list[bytes] = []
         self._generation = 0
-        self._running: dict[TaskId, Running] = {}
+        self._running: dict[TaskId, asyncio.Task[Done] | None] = {}  # the latest call of each; None before the first
         self._restarting: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -119,125 +114,110 @@ class WorkerGroup:
         answers = await self._all(lambda actor: actor.ask.remote(method, *arguments))
         return answers[0]
 
+    def end(self) -> None:
+        """Rebuilds the service no more; its calls may fail from now on."""
+        self._closed = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+
     # --- tasks --------------------------------------------------------------------------------------------
 
-    def start(self, task: Task, call: StageCall, values: Sequence[Any], now: float) -> Running:
-        """Starts a task, as soon as the service is up; :meth:`end_of` waits for its end.
+    async def run(self, task: Task, call: StageCall, values: Sequence[Any], now: float) -> Done:
+        """Runs a task to its end, across restarts of the service.
+
+        Args:
+            task: the task.
+            call: of its stage function.
+            values: handles of its fields.
+            now: when it was started, in seconds of :func:`dataflow.system.clock.now`.
 
         Raises:
-            RunError: the task streams, but the service runs one call at a time.
+            RunError: the service died more often than it may, or could not be rebuilt; or the task streams, but the
+                service runs one call at a time.
         """
         if task.emits > 1 and not self.spec.concurrent:
             raise RunError(
                 f"stage '{task.stage.name}' streams, but '{self.spec.name}' runs one call at a time; "
                 "give Hosted(concurrent=True) and make the stage async, or leave +stream out of the policy."
             )
-        running = Running(task, call, values, now)
-        self._running[task.id] = running
-        if self._restarting is None:
-            self._send(running)
-        return running
-
-    async def end_of(self, running: Running) -> Done:
-        """Waits for the end of a task, across restarts of the service.
-
-        Raises:
-            RunError: the service died more often than it may, or could not be rebuilt.
-        """
+        emitted: dict[int, tuple[Any, ...]] = {}
+        lost = 0
+        self._running[task.id] = None
         try:
             while True:
-                if running.attempt is None:
-                    await self._up()
-                assert running.attempt is not None
+                await self._up()
+                generation = self._generation
+                attempt = self._running[task.id] = asyncio.ensure_future(self._attempt(task, call, values, emitted))
                 try:
-                    return await running.attempt
+                    done = await attempt
+                    break
                 except Exception as error:
-                    await self._restarted(running.generation, error)
+                    await self._restarted(generation, error)
+                    lost += 1
+        except asyncio.CancelledError:
+            if len(self._running) == 1 and self._restarting is not None:
+                self._restarting.cancel()  # nothing waits for it any more
+            raise
         finally:
-            self._running.pop(running.task.id, None)
+            del self._running[task.id]
+        if lost:
+            assert done.report is not None
+            done.report.begin = min(done.report.begin, now)  # exposed waits for it count from its first start
+            done.report.facts["restarted"] = lost
+        return done
 
-    def drop(self, i: TaskId) -> None:
-        """Abandons a task. Without any task left, a restart in progress is cancelled, too."""
-        import ray
+    async def _attempt(
+        self, task: Task, call: StageCall, values: Sequence[Any], emitted: dict[int, tuple[Any, ...]]
+    ) -> Done:
+        """Makes one call; records its effect on the service in the step of the event loop in which it ends.
 
-        running = self._running.pop(i, None)
-        if running is None:
-            return
-        if running.attempt is not None:
-            running.attempt.cancel()
-        for first, *_rest in running.refs:
-            ray.cancel(first, force=False)
-        if not self._running and self._restarting is not None:
-            self._restarting.cancel()
-
-    def end(self) -> None:
-        """Abandons all tasks; the service is not rebuilt from now on."""
-        self._closed = True
-        for running in self._running.values():
-            if running.attempt is not None:
-                running.attempt.cancel()
-        self._running.clear()
-        if self._restarting is not None:
-            self._restarting.cancel()
-
-    def _send(self, running: Running) -> None:
-        task, running.refs, running.generation = running.task, [], self._generation
-        if task.emits > 1:
-            call = replace(running.call, emitted=tuple(running.emitted))
-            values = [*running.values, *(value for values in running.emitted.values() for value in values)]
-            answers = self.actors.first.stream.options(num_returns="streaming").remote(pickle.dumps(call), *values)
-            running.refs.append([answers])
-            running.attempt = asyncio.create_task(self._streamed(running, answers))
-            return
-        sent = pickle.dumps(running.call)  # once for all ranks; Ray's own pickling takes longer, too
-        for rank in range(self.spec.ranks):
-            # The first rank returns the values; the others take part in collectives and only report.
-            returns = 1 + len(task.stage.writes) if rank == 0 else 1
-            running.refs.append(self.actors.run(rank, returns, sent, rank == 0, *running.values))
-        running.attempt = asyncio.create_task(self._attempt(running))
-
-    async def _attempt(self, running: Running) -> Done:
-        """Waits for the answer of one call and records its effect on the service for replays.
-
-        Both happen in one step of the event loop, so that after all attempts have ended, the record is complete.
+        So the record of replays is complete when all attempts have ended.
         """
-        small, *_others = await self.actors.outcome([first for first, *_rest in running.refs])
-        self._on_read(len(small))
-        report, held = pickle.loads(small)
-        return self._ended(running, report, held, tuple(running.refs[0][1:]))
+        call = replace(self.replays.narrowed(task, call), emitted=tuple(emitted))
+        refs: list[Any] = []
+        try:
+            if task.emits > 1:
+                before = [value for chunk in emitted.values() for value in chunk]
+                answers = self.actors.first.stream.options(num_returns="streaming").remote(call, *values, *before)
+                refs = [answers]
+                report, written = await self._streamed(task, answers, emitted)
+            else:
+                # The first rank returns the values; the others take part in collectives and only report.
+                calls = [actor.run for actor in self.actors]
+                first = calls[0].options(num_returns=1 + len(task.stage.writes)).remote(call, True, *values)
+                answer, *handles = first if isinstance(first, list) else [first]
+                refs = [answer, *(each.remote(call, False, *values) for each in calls[1:])]
+                (report, *_others), written = await self.actors.outcome(refs), tuple(handles)
+        except asyncio.CancelledError:
+            import ray
 
-    async def _streamed(self, running: Running, answers: Any) -> Done:
-        """Waits for the end of one streaming call and passes on its chunks."""
-        while True:
-            small = await fetch(await anext(answers))
-            self._on_read(len(small))
-            values = tuple([await anext(answers) for _field in running.task.stage.writes])
-            found = pickle.loads(small)
-            if not isinstance(found, Chunk):
-                report, held = found
-                return self._ended(running, report, held, values)
-            running.emitted[found.id.part] = values
-            self._on_chunk(replace(found, values=values))
-
-    def _ended(self, running: Running, report: Report, held: tuple[int, ...] | None, values: tuple[Any, ...]) -> Done:
-        task = running.task
+            for ref in refs:
+                ray.cancel(ref, force=False)
+            raise
         log_lines(report.logged)
         if self.spec.restarts:
-            submission = None if held is None else Submission(task, running.call, running.values, held)
+            submission = None if report.held is None else Submission(task, call, values, report.held)
             self.replays.ended(submission, task, report.groups)
-        if running.lost:
-            # Exposed waits for this task count from its first start.
-            report.begin = min(report.begin, running.begin)
-            report.facts["restarted"] = running.lost
-        return Done(task.id, report, values)
+        return Done(task.id, report, written)
+
+    async def _streamed(
+        self, task: Task, answers: Any, emitted: dict[int, tuple[Any, ...]]
+    ) -> tuple[Report, tuple[Any, ...]]:
+        """Waits for the end of one streaming call and passes on its chunks."""
+        while True:
+            found = await fetch(await anext(answers))
+            values = tuple([await anext(answers) for _field in task.stage.writes])
+            if isinstance(found, Report):
+                return found, values
+            emitted[found.id.part] = values
+            self._on_chunk(replace(found, values=values))
 
     # --- deaths -------------------------------------------------------------------------------------------
 
     async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
         """Calls every rank; a call that dies with the service is repeated after the restart."""
         while True:
-            if self._restarting is not None:
-                await self._up()
+            await self._up()
             generation = self._generation
             try:
                 return await self.actors.outcome([call(actor) for actor in self.actors])
@@ -248,7 +228,7 @@ class WorkerGroup:
         """Waits until the service that failed a call has been rebuilt.
 
         Args:
-            generation: of the service that was called.
+            generation: of the service that was called; each restart begins a new one.
             error: that the call raised.
 
         Raises:
@@ -263,8 +243,7 @@ class WorkerGroup:
             raise error
         if generation == self._generation and self._restarting is None:
             self._restarting = asyncio.create_task(self._restart(error))
-        if self._restarting is not None:
-            await self._up()
+        await self._up()
 
     async def _up(self) -> None:
         """Waits for a restart in progress."""
@@ -280,17 +259,17 @@ class WorkerGroup:
             raise RunError(f"'{self.spec.name}' died and was not rebuilt: the run was stopped.") from None
 
     async def _restart(self, error: Exception) -> None:
-        """Rebuilds the service, again if it dies meanwhile, and sends the tasks that the dead one did not finish."""
+        """Rebuilds the service, again if it dies meanwhile; the tasks that wait for it send their calls again then."""
         while True:
             reason = await self.actors.death_reason(error)
             self._count(error, reason)
             self.actors.kill()
             try:
                 async with asyncio.timeout(self.deadline_s):
-                    await self._settled()
+                    if calls := [attempt for attempt in self._running.values() if attempt is not None]:
+                        await asyncio.wait(calls)
                     left = self.replays.left()
-                    lost = [running for running in self._running.values() if running.to_send]
-                    self._warn(left, lost, reason)
+                    self._warn(left, reason)
                     await self.actors.build(self._blobs)
                     for submission in left:
                         await self._replay(submission)
@@ -301,11 +280,6 @@ class WorkerGroup:
                 error = newer
         self._generation += 1
         self._restarting = None
-        for running in self._running.values():
-            if running.to_send:
-                running.lost += running.attempt is not None
-                running.call = self.replays.narrowed(running.task, running.call)
-                self._send(running)
 
     def _count(self, error: Exception, reason: str) -> None:
         self.deaths += 1
@@ -321,15 +295,9 @@ class WorkerGroup:
                 f"see Ray's log for its last output: {last_words(error)}"
             ) from error
 
-    async def _settled(self) -> None:
-        """Waits until every call to the dead service has failed or answered."""
-        calls = [running.attempt for running in self._running.values() if running.attempt is not None]
-        if calls:
-            await asyncio.wait(calls)
-
-    def _warn(self, left: Sequence[Submission], lost: Sequence[Running], reason: str) -> None:
-        again = [f"{s.task} for {len(s.groups)} groups" for s in left] + [str(running.task) for running in lost]
-        names = ", ".join(again[:NAMED]) + (f" and {len(again) - NAMED} more" if len(again) > NAMED else "")
+    def _warn(self, left: Sequence[Submission], reason: str) -> None:
+        again = [f"{s.task} for {len(s.groups)} groups" for s in left] + [str(i) for i in self._running]
+        names = ", ".join(again[:_NAMED]) + (f" and {len(again) - _NAMED} more" if len(again) > _NAMED else "")
         logger.warning(
             "'{}' died ({}): restart {} of {}; rebuilding it{}.",
             self.spec.name,
@@ -340,11 +308,8 @@ class WorkerGroup:
         )
 
     async def _replay(self, submission: Submission) -> None:
-        running = Running(submission.task, submission.call, submission.values, begin=0.0)
-        self._send(running)
-        assert running.attempt is not None
         try:
-            await running.attempt
+            await self._attempt(submission.task, submission.call, submission.values, {})
         except Exception as error:
             if died(error):
                 raise
