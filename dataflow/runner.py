@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
+import re
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from loguru import logger
 
-from dataflow.errors import DataflowError
-from dataflow.executors.base import Chunk, Done, Executor, StageCall
-from dataflow.executors.calling import failure
-from dataflow.executors.inputs import StepInputs
+from dataflow.batch import Batch
+from dataflow.errors import DataflowError, RewardFailed, RunError, StageFailed
+from dataflow.executors.base import Chunk, Done, Executor, Report, StageCall
 from dataflow.executors.parts import Parts
-from dataflow.executors.restored import Restored
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
 from dataflow.metrics import of_step
 from dataflow.scheduler import Scheduler
@@ -30,9 +33,56 @@ from dataflow.tasks.events import (
     TaskFinished,
 )
 from dataflow.timeline.spans import Level, Mark, Span, Trace
-from dataflow.usercode.failures import message_of
+from dataflow.usercode.copies import readable_once
+from dataflow.usercode.failures import message_of, named
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """An input that depends on the step alone, so that it can be made while the step before runs.
+
+    Others, which may depend on what stages have done or on the order of the calls, are made when a task needs them.
+
+    Attributes:
+        function: from step to value.
+    """
+
+    function: Callable[[int], Any]
+
+    def __call__(self, step: int) -> Any:
+        return self.function(step)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run resumes from: the graph's states, and fields of steps whose tasks ran before the checkpoint.
+
+    Attributes:
+        states: value of each state (a field that is read as Carried or Latest).
+        fields: values of later steps, by field and step; a task that would write them is not run again.
+    """
+
+    states: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[tuple[str, int], Any] = field(default_factory=dict)
+
+    def holds(self, task: Task) -> bool:
+        """Whether all that a task writes is restored."""
+        writes = task.stage.writes
+        return bool(writes) and all((name, task.id.step) in self.fields for name in writes)
+
+    def events(self, task: Task, now: float, put: Callable[[Any], Any]) -> Iterator[Done | Chunk]:
+        """Yields the events of a held task as if it ran: its chunks, in the order of the groups, and its end."""
+        values = {name: self.fields[name, task.id.step] for name in task.stage.writes}
+        written = {name: value.ids for name, value in values.items() if isinstance(value, Batch)}
+        ids = next(iter(written.values()), ())
+        for number in range(task.emits if task.emits > 1 else 0):
+            mine = ids[len(ids) * number // task.emits : len(ids) * (number + 1) // task.emits]
+            chunk = tuple(put(value.select(mine)) for value in values.values())
+            yield Chunk(task.id._replace(part=number, parts=task.emits), now, mine, chunk)
+        report = Report(now, now, ids if task.stage.collects else None, written=written)
+        yield Done(task.id, report, tuple(put(value) for value in values.values()))
 
 
 class Runner:
@@ -73,7 +123,7 @@ class Runner:
         self._on_step = on_step
         self._on_span = on_span
         self._parts = Parts(graph)
-        self._inputs = StepInputs(inputs, self._parts, executor.put, handles or {})
+        self._inputs = _Inputs(inputs, self._parts, executor.put, handles or {})
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
         self._emitted_at: dict[TaskId, dict[int, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
@@ -225,7 +275,7 @@ class Runner:
         instructions = self.scheduler.handle(TaskFailed(task.id, message_of(error)))
         if self._failure is None:
             elapsed = self.executor.now() - started
-            self._failure = failure(task, error, elapsed, self.scheduler.story(task.id))
+            self._failure = _failure(task, error, elapsed, self.scheduler.story(task.id))
             self._failure.__cause__ = error
         return instructions
 
@@ -362,3 +412,112 @@ class Runner:
         if not item.sources:
             return self._inputs.find(item.field, step)
         return [self._values[i.step][i, item.field] for i in item.sources]
+
+
+class _Inputs:
+    """The inputs of the unfinished steps and of the next one, such as prompts: each is fetched once.
+
+    Args:
+        functions: for each input field a function from step to value.
+        parts: of the run, which records the groups that an input holds.
+        put: of the executor; returns a handle for a value.
+        handles: of fields and steps that another runner of the same executor has fetched.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[[int], Any]],
+        parts: Parts,
+        put: Callable[[Any], Any],
+        handles: Mapping[tuple[str, int], Any],
+    ) -> None:
+        self._functions, self._parts, self._put, self._handles = functions, parts, put, handles
+        self.ahead = {name for name, function in functions.items() if isinstance(function, Ahead)}
+        """The fields that can be fetched before their step begins."""
+        self._fetched: dict[int, dict[str, tuple[Any, Exception | None]]] = {}
+
+    def find(self, field: str, step: int) -> list[Any]:
+        """Returns the handle of an input, fetched now unless it is there already; [] if the run has no such input.
+
+        Raises:
+            RunError: its function, which may be the user's, raised, or returned no value that several stages can read.
+        """
+        if (field, step) in self._handles:
+            return [self._handles[field, step]]
+        if field not in self._functions:
+            return []
+        handle, error = self._get(field, step)
+        if error is not None:
+            raise error
+        return [handle]
+
+    def fetch_ahead(self, step: int, fields: Iterable[str]) -> None:
+        """Fetches those of the fields that may be, of a step that has not begun.
+
+        What one raises is raised when a task needs it: the step may never begin.
+        """
+        for name in sorted(self.ahead.intersection(fields)):
+            if (name, step) not in self._handles:
+                self._get(name, step)
+
+    def release(self, step: int) -> None:
+        """Forgets a finished step."""
+        self._fetched.pop(step, None)
+
+    def _get(self, field: str, step: int) -> tuple[Any, Exception | None]:
+        fetched = self._fetched.setdefault(step, {})
+        if field not in fetched:
+            try:
+                fetched[field] = self._fetch(field, step), None
+            except Exception as error:
+                fetched[field] = None, error
+        return fetched[field]
+
+    def _fetch(self, field: str, step: int) -> Any:
+        where = f"input '{field}' of step {step}"
+        try:
+            value = self._functions[field](step)
+        except DataflowError:
+            raise
+        except Exception as error:
+            raise RunError(f"{where}: its function raised {named(error)}; correct it.") from error
+        if (once := readable_once(value)) is not None:
+            raise RunError(f"{where}: its function returned {once}; return the value itself.")
+        if isinstance(value, Batch):
+            self._parts.written(step, field, value.ids)
+        try:
+            return self._put(value)
+        except DataflowError:
+            raise
+        except Exception as error:
+            raise RunError(
+                f"{where}: its value cannot be copied ({named(error)}); return one that can be pickled."
+            ) from error
+
+
+def _failure(task: Task, error: BaseException, elapsed: float, story: str) -> StageFailed:
+    """Returns the error that ends a run: the task, its resource, the cause, and the task's history."""
+    kind = "" if isinstance(error, RewardFailed | DataflowError) else f"{type(error).__name__}: "
+    what = str(error) if isinstance(error, DataflowError) else f"{kind}{message_of(error)}".rstrip(": ")
+    if place := _place_in(task.stage.fn, error):
+        what = f"{what.rstrip('.')} ({place}){'.' * what.endswith('.')}"
+    return StageFailed(
+        f"{task.id.stage}[step {task.id.step}"
+        + (f", part {task.id.part + 1} of {task.id.parts}" if task.id.parts > 1 else "")
+        + f"] failed on '{task.stage.on}' after {elapsed:.1f} s: {what}\n  history: {story}"
+    )
+
+
+def _place_in(fn: Callable[..., Any], error: BaseException) -> str:
+    """Returns file and line in the file of a stage of the user's that an exception was raised in; "" if there is none.
+
+    One of another process has its traceback as a note.
+    """
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if code is None or fn.__module__.startswith("dataflow."):
+        return ""
+    file = code.co_filename
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    notes = "\n".join(map(str, getattr(error, "__notes__", ())))
+    lines += re.findall(rf'File "{re.escape(file)}", line (\d+)', notes)
+    return f"{os.path.basename(file)}:{lines[-1]}" if lines else ""

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from dataflow.batch import Batch
 from dataflow.errors import PipelineError, PolicyError
 from dataflow.executors.base import Chunk, Done
-from dataflow.executors.restored import Restored
 from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
 from dataflow.policy import PolicySchedule, SchedulingPolicy, divisors, expand, preset
-from dataflow.runner import Runner
+from dataflow.runner import Restored, Runner
 from dataflow.testing import check_trace, grpo_pipeline
 from dataflow.timeline.spans import Trace
 from tests.rigs.costs import RandomCosts, SteadyCosts

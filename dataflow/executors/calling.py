@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
@@ -14,12 +11,11 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from dataflow.batch import Batch
-from dataflow.errors import DataflowError, NotOffered, RewardFailed, StageFailed
+from dataflow.errors import DataflowError, NotOffered
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.parts import listed
-from dataflow.graph import Stage, Task, TaskId, TaskInfo
+from dataflow.graph import Stage, TaskId, TaskInfo
 from dataflow.usercode.copies import readable_once
-from dataflow.usercode.failures import message_of
 
 OnChunk: TypeAlias = Callable[[Chunk], None]
 
@@ -212,11 +208,11 @@ async def run_stage(
     fields = own(fields_of(call, values))
 
     def plain() -> Any:
-        with _around(stage, info):
+        with around(stage, info):
             return stage.fn(*fields, **keywords)
 
     if is_async(stage):
-        with _around(stage, info):
+        with around(stage, info):
             result = stage.fn(*fields, **keywords)
             result = await result if asyncio.iscoroutine(result) else result
     elif thread is None:
@@ -251,7 +247,7 @@ async def _in_thread(thread: Executor, function: Callable[[], Any]) -> Any:
     return result
 
 
-def _around(stage: Stage, info: TaskInfo) -> AbstractContextManager[None]:
+def around(stage: Stage, info: TaskInfo) -> AbstractContextManager[None]:
     """Returns what is entered around a call of a stage function; see :attr:`Hosted.around`."""
     host = stage.host
     if host is None or host.around is None or stage.role == "saves":
@@ -310,34 +306,6 @@ def _report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, 
     if batches and "weights_version" in batches[0].meta:
         facts["weights_version"] = batches[0].meta["weights_version"]
     return Report(begin, end, groups, info.metrics, info.marks, facts, written)
-
-
-def failure(task: Task, error: BaseException, elapsed: float, story: str) -> StageFailed:
-    """Returns the error that ends a run: the task, its resource, the cause, and the task's history."""
-    kind = "" if isinstance(error, RewardFailed | DataflowError) else f"{type(error).__name__}: "
-    what = str(error) if isinstance(error, DataflowError) else f"{kind}{message_of(error)}".rstrip(": ")
-    if place := _place_in(task.stage, error):
-        what = f"{what.rstrip('.')} ({place}){'.' * what.endswith('.')}"
-    return StageFailed(
-        f"{task.id.stage}[step {task.id.step}"
-        + (f", part {task.id.part + 1} of {task.id.parts}" if task.id.parts > 1 else "")
-        + f"] failed on '{task.stage.on}' after {elapsed:.1f} s: {what}\n  history: {story}"
-    )
-
-
-def _place_in(stage: Stage, error: BaseException) -> str:
-    """Returns file and line in the file of a stage of the user's that an exception was raised in; "" if there is none.
-
-    One of another process has its traceback as a note.
-    """
-    code = getattr(inspect.unwrap(stage.fn), "__code__", None)
-    if code is None or stage.fn.__module__.startswith("dataflow."):
-        return ""
-    file = code.co_filename
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-    notes = "\n".join(map(str, getattr(error, "__notes__", ())))
-    lines += re.findall(rf'File "{re.escape(file)}", line (\d+)', notes)
-    return f"{os.path.basename(file)}:{lines[-1]}" if lines else ""
 
 
 def method_of(service: Any, name: str) -> Callable[..., Any]:

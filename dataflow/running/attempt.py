@@ -16,11 +16,10 @@ from dataflow.config.base import BaseConfig
 from dataflow.config.loading.saved import CONFIG, read_values
 from dataflow.errors import DataflowError, NotOffered, RunError, counted
 from dataflow.executors.base import Executor
-from dataflow.executors.restored import Restored
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.rewards.naming import MAIN
-from dataflow.runner import Runner
+from dataflow.runner import Restored, Runner
 from dataflow.running.auto import AutoPolicy
 from dataflow.running.record import Record
 from dataflow.running.reporting.progress import Progress

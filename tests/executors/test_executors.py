@@ -12,10 +12,9 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, PipelineError, RunError, StageFailed
-from dataflow.executors.restored import Restored
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
-from dataflow.runner import Runner
+from dataflow.runner import Restored, Runner
 from dataflow.system import clock
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Trace

@@ -13,11 +13,11 @@ from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
 from dataflow.config.training.critic import CriticConfig
 from dataflow.errors import ConfigError, DataError, NotChecked, counted
-from dataflow.executors.inputs import Ahead
 from dataflow.models.processor import takes_images
 from dataflow.rewards.failure import FailureRule, parse_rule
 from dataflow.rewards.managers import build_manager, scores_alone
 from dataflow.rewards.naming import MAIN
+from dataflow.runner import Ahead
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.services.hosting import check_room, circumstances

@@ -8,12 +8,10 @@ import pytest
 
 from dataflow.errors import DataError, RunError
 from dataflow.executors.inline import InlineExecutor
-from dataflow.executors.inputs import Ahead, StepInputs
-from dataflow.executors.parts import Parts
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Carried, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
-from dataflow.runner import Runner
+from dataflow.runner import Ahead, Runner
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline.spans import Trace
 from tests.rigs.costs import RandomCosts
@@ -128,44 +126,11 @@ def test_nothing_is_fetched_after_the_last_step():
     assert fetched == [1, 2, 3, 4]
 
 
-def inputs_of(function, handles=()):
-    return StepInputs({"prompts": Ahead(function)}, Parts(graph_of()), lambda value: ("handle", value), dict(handles))
+def test_a_value_that_cannot_be_handed_on_is_named():
+    class Refusing(VirtualExecutor):
+        def put(self, value):
+            raise TypeError("cannot pickle")
 
-
-def test_a_released_step_holds_nothing():
-    fetched: list[int] = []
-    inputs = inputs_of(lambda step: fetched.append(step) or step)
-    assert inputs.find("prompts", 1) == inputs.find("prompts", 1) == [("handle", 1)]
-    inputs.release(1)
-    assert inputs.find("prompts", 1) == [("handle", 1)]
-    assert fetched == [1, 1]
-
-
-def test_handles_of_another_runner_and_unknown_fields():
-    inputs = inputs_of(lambda step: step, {("prompts", 2): "other"})
-    assert inputs.find("prompts", 2) == ["other"]
-    assert inputs.find("held_out", 2) == []
-    inputs.fetch_ahead(3, ["prompts", "held_out"])
-    assert inputs.find("prompts", 3) == [("handle", 3)]
-
-
-def test_an_exception_of_the_users_is_named_and_kept():
-    def broken(step: int):
-        raise KeyError("question")
-
-    inputs = inputs_of(broken)
-    inputs.fetch_ahead(5, ["prompts"])
-    with pytest.raises(RunError, match=r"input 'prompts' of step 5: its function raised KeyError: 'question'") as found:
-        inputs.find("prompts", 5)
-    assert isinstance(found.value.__cause__, KeyError)
-
-
-@pytest.mark.parametrize("error", [TypeError("cannot pickle"), SystemExit(3)])
-def test_a_value_that_cannot_be_handed_on_is_named(error):
-    def put(value):
-        raise error
-
-    inputs = StepInputs({"prompts": lambda step: object()}, Parts(graph_of()), put, {})
-    with pytest.raises(RunError, match=r"input 'prompts' of step 2: its value cannot be copied") as found:
-        inputs.find("prompts", 2)
-    assert found.value.__cause__ is error
+    runner = Runner(graph_of(), Refusing(RandomCosts(0)), inputs={"prompts": lambda step: object()}, trace=Trace())
+    with pytest.raises(RunError, match=r"input 'prompts' of step 1: its value cannot be copied .TypeError: cannot"):
+        asyncio.run(runner.run())
