@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -99,20 +98,3 @@ def is_plain(value: Any) -> bool:
     if numpy is None or kind is not numpy.ndarray:
         return False
     return not value.dtype.hasobject or (value.dtype == object and all(map(is_plain, value.flat)))
-
-
-def is_immutable(value: Any) -> bool:
-    """Whether nothing in a value can change, so that it can be shared: numbers, texts, frozen sets and dataclasses.
-
-    >>> is_immutable((1, frozenset({"a"}))), is_immutable(([],))
-    (True, False)
-    """
-    kind = type(value)
-    if kind in _LEAVES:
-        return True
-    if kind is tuple or kind is frozenset:
-        return {*map(type, value)} <= _LEAVES or all(map(is_immutable, value))
-    parameters = vars(kind).get("__dataclass_params__")
-    if parameters is None or not parameters.frozen:
-        return False
-    return all(is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))

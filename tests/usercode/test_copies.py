@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.usercode.copies import is_immutable, own_copy, own_options
+from dataflow.usercode.copies import own_copy, own_options
 
 
 @dataclass
@@ -93,22 +93,3 @@ def test_rows_that_are_repeated_have_objects_of_their_own() -> None:
     own.meta["m"].append(2)
     own.groups[0] = 7
     assert (prompts["raw_prompt"][0], prompts.meta, prompts.ids) == ([{"role": "user"}], {"m": [1]}, (0, 1))
-
-
-@dataclass(frozen=True)
-class Frozen:
-    value: Any
-
-
-class Named(str):
-    """Its objects have attributes, which can change."""
-
-
-@pytest.mark.parametrize("value", [None, 1, "a", b"a", (1, ("b",)), frozenset({(1,)}), Frozen((1, Frozen(None)))])
-def test_what_cannot_change(value: Any) -> None:
-    assert is_immutable(value)
-
-
-@pytest.mark.parametrize("value", [[], {}, set(), ([],), Frozen([]), Facts(), Named("a"), (Named("a"),), np.zeros(1)])
-def test_what_may_change(value: Any) -> None:
-    assert not is_immutable(value)

@@ -1,16 +1,13 @@
 import cmath
 import pickle
 import sys
-import threading
 import traceback
 from fractions import Fraction
-from typing import Any
 
-import numpy as np
 import pytest
 
 from dataflow.usercode.load import load_file
-from dataflow.usercode.pickling import _pickler, dumps, why_not_pickled
+from dataflow.usercode.pickling import _pickler, dumps
 
 SOURCE = """
 def fails():
@@ -71,14 +68,6 @@ def test_importable_code_is_pickled_by_name():
     assert len(dumps(load_file)) < 100
 
 
-def test_buffers_can_stay_out_of_the_pickle():
-    array, buffers = np.arange(100_000), []
-    pickled = dumps([array], buffers.append)
-    assert len(pickled) < 1000
-    assert len(buffers) == 1
-    assert np.array_equal(pickle.loads(pickled, buffers=buffers)[0], array)
-
-
 def test_pickle_is_used_where_cloudpickle_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     _pickler.cache_clear()
@@ -88,26 +77,3 @@ def test_pickle_is_used_where_cloudpickle_is_not_installed(monkeypatch):
             dumps(lambda: 1)
     finally:
         _pickler.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [
-        ((threading.Lock(), 1), "TypeError: cannot pickle '_thread.lock' object"),
-        ({"a": [open]}, ""),
-        ([lambda: 1], ""),
-        ({"weights": np.zeros(3)}, ""),
-        ((n for n in range(3)), "TypeError: cannot pickle 'generator' object"),
-    ],
-)
-def test_why_a_value_cannot_be_pickled(value: object, why: str) -> None:
-    assert why_not_pickled(value) == why
-
-
-def test_known_types_are_not_looked_at() -> None:
-    class Large:
-        def __reduce__(self) -> Any:
-            raise AssertionError("it was pickled")
-
-    assert why_not_pickled([Large()], (Large,)) == ""
-    assert "it was pickled" in why_not_pickled([Large()])
