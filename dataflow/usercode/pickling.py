@@ -11,20 +11,21 @@ from types import CodeType
 from typing import IO, Any, ClassVar
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
     """Returns the pickle of a value; ``pickle.loads`` reads it.
 
     Args:
         value: of any type that cloudpickle pickles; that pickle does, where cloudpickle is not installed.
+        buffer_callback: is called with each buffer that stays out of the pickle, as ``pickle.dumps`` does.
     """
     file = io.BytesIO()
-    dump(value, file)
+    dump(value, file, buffer_callback)
     return file.getvalue()
 
 
-def dump(value: Any, file: IO[bytes]) -> None:
+def dump(value: Any, file: IO[bytes], buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
     """Writes the pickle of a value to a file; as :func:`dumps`."""
-    _pickler()(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _pickler()(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback).dump(value)
 
 
 @functools.cache
