@@ -139,7 +139,8 @@ class Hosted:
         ranks: processes that all run each call (SPMD); the outputs of the first are used.
         gpus: GPUs per process, or the share of one.
         devices: GPUs that each process has ``gpus`` of, all on one node.
-        concurrent: calls run concurrently on one event loop (for I/O-bound services).
+        concurrent: several calls run at a time, async stages on the event loop of the process, plain ones one after the
+            other in a thread of it. Without it, one call runs at a time, and no stage can stream.
         restarts: how often in a run it may be rebuilt when its process dies; stages that replay then run again,
             followed by the interrupted tasks. For services whose state can be restored, such as an agent; with 0 its
             death restarts the run from the newest checkpoint.
