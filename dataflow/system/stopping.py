@@ -9,15 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-LOST_S = 0.01
-"""Seconds after which a KeyboardInterrupt that Python lost is raised again."""
 ORPHAN_S = 4
 """Seconds that a run may take to end after its supervisor is killed."""
 
@@ -39,15 +35,11 @@ class Stopping:
         self._deferred = False
         self._on_stop: Callable[[], None] | None = None
         self._supervisor = 0
-        self._raised: KeyboardInterrupt | None = None
-        self._lost = False
-        self._unraisable: Any = None
 
     def __enter__(self) -> Stopping:
         self._depth += 1
         if self._depth == 1:
-            self.received = self._raised = None
-            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._raise_again
+            self.received = None
             self.install()
         return self
 
@@ -57,8 +49,6 @@ class Stopping:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             self._before.clear()
-            self._lost, self._raised = False, None
-            sys.unraisablehook = self._unraisable
 
     def install(self) -> None:
         """Installs the handlers; has no effect outside the main thread."""
@@ -98,19 +88,11 @@ class Stopping:
             on_stop()
 
     @property
-    def stops(self) -> bool:
-        """Whether a signal is ending this process's command: one was received, and the handlers are still in use."""
-        return self._depth > 0 and self.received is not None
-
-    @property
     def exit_code(self) -> int:
         """The exit code of a shell for a command that the signal ended; that of SIGINT if there was none."""
         return 128 + (self.received or signal.SIGINT)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._lost:
-            self._lost = False
-            self._raise()
         if self.received is not None:
             return
         self.received = signal.Signals(number)
@@ -121,27 +103,7 @@ class Stopping:
         if self._on_stop is not None:
             self._on_stop()
         elif not self._deferred:
-            self._raise()
-
-    def _raise(self) -> None:
-        self._raised = KeyboardInterrupt()
-        raise self._raised
-
-    def _raise_again(self, ignored: Any) -> None:
-        """Raises the interrupt again that came in a callback of Python's (a weakref's, ``__del__``), which lost it.
-
-        It is the hook for errors in such callbacks, and prints all others. A signal that came within this hook would
-        be lost, too; so it is sent a moment later.
-        """
-        if self.received is None or ignored.exc_value is not self._raised:
-            self._unraisable(ignored)
-            return
-        self._lost = True
-        threading.Timer(LOST_S, self._send_again).start()
-
-    def _send_again(self) -> None:
-        if self._lost and self._depth and self.received is not None:
-            os.kill(os.getpid(), self.received)
+            raise KeyboardInterrupt
 
 
 stopping = Stopping()

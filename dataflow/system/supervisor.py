@@ -13,19 +13,19 @@ import contextlib
 import ctypes
 import json
 import os
-import selectors
 import shutil
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dataflow.system.stopping import SIGNALS, stopping
 from dataflow.system.streams import open_standard_streams
+
+if TYPE_CHECKING:
+    import asyncio
 
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
 STARTING_S = 4.0
@@ -38,17 +38,17 @@ LOST_S = 0.5
 """Seconds that a run has to end by itself after one of the :data:`VITAL` processes has died."""
 ENDING_S = 0.5
 """Seconds that the processes of a successful run have to end by themselves."""
+SIGNALLED_S = 1.0
+"""Seconds that the processes which a run has left have to end after each signal that they get."""
 VITAL = {"raylet": "raylet", "gcs_server": "GCS"}
 """Ray's processes that a run cannot continue without: by Ray's key, the name in its documentation."""
+_TRACKER = "resource_tracker"
+"""Ends by itself once it has removed the shared memory of the processes that were killed."""
 
 Summarise: TypeAlias = Callable[[Path, str, int | None], str]
 """Given a run's directory, status and steps, writes its summary if there is none; returns how far it came."""
 
 SHOW_CURSOR = "\x1b[?25h"
-_TRACKER, _REMOVER = "resource_tracker", "dataflow.engines.servers.weights_remover"
-_REMOVAL_S = 20.0  # for the files of a large model
-_PF_EXITING = 4
-"""Flag of a process in the kernel (include/linux/sched.h) as /proc/PID/stat shows it."""
 
 _channel: int | None = None
 
@@ -59,9 +59,8 @@ def report(**facts: Any) -> None:
     Args:
         facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``grace``: seconds that a stopped
             run takes to save a checkpoint; ``ray``: "started" or "closing"; ``daemon``: name and id of a process of
-            Ray that has been started; ``logs``: directory of Ray's logs;
-            ``temporary``: a file or directory to remove if this process dies (may be sent repeatedly); ``done``: the
-            exit code, sent last.
+            Ray that has been started; ``logs``: directory of Ray's logs; ``temporary``: a file or directory to remove
+            after the run (may be sent repeatedly); ``done``: the exit code, sent last.
     """
     if _channel is not None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor was killed, so SIGTERM follows
@@ -97,7 +96,12 @@ def supervise(work: Callable[[], int], finish: Summarise) -> int:
         os.close(receives)
         return _supervised(work, parent, sends)
     os.close(sends)
-    return Supervisor(child, receives, finish).run()
+    import asyncio  # 50 ms, in which the child begins its own imports
+
+    async def watched() -> int:
+        return await _Supervisor(child, receives).run(finish)
+
+    return asyncio.run(watched())
 
 
 def _supervised(work: Callable[[], int], parent: int, channel: int) -> int:
@@ -129,116 +133,91 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-class Supervisor:
+class _Supervisor:
     """Waits for a run's process and its descendants.
 
     Args:
         child: its process id.
         channel: file descriptor of its reports; see :func:`report`.
-        finish: see :func:`supervise`.
     """
 
-    def __init__(self, child: int, channel: int, finish: Summarise) -> None:
+    def __init__(self, child: int, channel: int) -> None:
+        import asyncio
+
         self._child = child
         self._channel = channel
-        self._finish = finish
+        self._loop = asyncio.get_running_loop()
+        self._ended, self._alone = asyncio.Event(), asyncio.Event()  # the run's process, all its processes
         self._facts: dict[str, Any] = {}
         self._temporary: list[Path] = []
         self._partial = b""
         self._status: int | None = None
         self._stopped: signal.Signals | None = None
         self._stopped_at = 0.0
-        self._deadline: float | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._lost = ""
         self._cut = False
-        self._selector = selectors.DefaultSelector()
 
-    def run(self) -> int:
-        """Waits until no process of the run is left; returns the exit code."""
+    async def run(self, finish: Summarise) -> int:
+        """Waits until no process of the run is left, and completes its summary; returns the exit code."""
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                self._loop.add_signal_handler(number, self._stop, number)
+        self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         os.set_blocking(self._channel, False)
-        with self._selector, self._woken():
-            self._selector.register(self._channel, selectors.EVENT_READ, self._read)
-            self._reap()
-            while self._status is None:
-                timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-                for key, _events in self._selector.select(timeout):
-                    key.data()
-                if self._deadline is not None and time.monotonic() >= self._deadline:
-                    self._deadline = None
-                    self._cut_off()
-            self._read()
-            self._end_all()
-        return self._conclude()
-
-    @contextlib.contextmanager
-    def _woken(self) -> Iterator[None]:
-        """Makes signals readable on the selector."""
-        receives, sends = os.pipe()
-        for end in (receives, sends):
-            os.set_blocking(end, False)
-        wakeup = signal.set_wakeup_fd(sends, warn_on_full_buffer=False)
-        before = {n: signal.getsignal(n) for n in (*SIGNALS, signal.SIGCHLD)}
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN or number == signal.SIGCHLD:
-                signal.signal(number, lambda *_: None)
-        self._selector.register(receives, selectors.EVENT_READ, partial(self._signals, receives))
-        self._wakeup = receives
+        self._loop.add_reader(self._channel, self._read)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number in SIGNALS:
-                # All processes have ended; only the final sentence remains.
-                signal.signal(number, signal.SIG_IGN)
-            signal.signal(signal.SIGCHLD, before[signal.SIGCHLD])
-            os.close(receives)
-            os.close(sends)
+        self._reap()
+        await self._ended.wait()
+        self._read()
+        await self._end_all()
+        # Only the final sentence remains, and the exit.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        return self._conclude(finish)
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def _signals(self, wakeup: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            for number in os.read(wakeup, 4096):
-                if number == signal.SIGCHLD:
-                    self._reap()
-                else:
-                    self._stop(signal.Signals(number))
-
     def _stop(self, number: signal.Signals) -> None:
-        now = time.monotonic()
+        now = self._loop.time()
         if self._stopped is None:
             self._stopped, self._stopped_at = number, now
             self._read()
-            self._within(CLOSING_S if "training" in self._facts else STARTING_S)
+            self._kill_in(CLOSING_S if "training" in self._facts else STARTING_S)
             self._signal(number)
         elif now - self._stopped_at >= SECOND_S:
-            self._cut_off()
+            self._kill()
 
-    def _cut_off(self) -> None:
-        # A large process that was killed takes seconds to end; Ray's daemons may be gone before it is.
-        self._cut = self._cut or not (self._status is None and _ends(self._child))
+    def _kill_in(self, seconds: float) -> None:
+        """Kills the run's process after so many seconds, or at an earlier deadline."""
+        at = self._loop.time() + seconds
+        if self._deadline is None or at < self._deadline.when():
+            self._extend(seconds)
+
+    def _extend(self, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._loop.call_later(seconds, self._kill)
+
+    def _kill(self) -> None:
+        self._cut = True
         self._signal(signal.SIGKILL)
-
-    def _within(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._status is None:  # the id may be reused once the child is reaped
             os.kill(self._child, number)
 
-    def _reap(self) -> bool:
-        """Reaps the children that have ended; returns whether none is left."""
+    def _reap(self) -> None:
+        """Reaps the children that have ended."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
-                    return False
+                    return
                 if pid == self._child:
                     self._status = status
+                    self._ended.set()
         except ChildProcessError:
-            return True
+            self._alone.set()
 
     def _read(self) -> None:
         """Reads the reports of the child that have arrived."""
@@ -247,19 +226,18 @@ class Supervisor:
                 *lines, self._partial = (self._partial + data).split(b"\n")
                 for line in lines:
                     self._on_facts(json.loads(line))
-            if self._channel in self._selector.get_map():  # at its end it would stay readable
-                self._selector.unregister(self._channel)
+            self._loop.remove_reader(self._channel)  # at its end it would stay readable
 
     def _on_facts(self, facts: dict[str, Any]) -> None:
         if "temporary" in facts:
             self._temporary.append(Path(facts.pop("temporary")))
         self._facts |= facts
         if "grace" in facts:
-            self._deadline = time.monotonic() + facts["grace"] + CLOSING_S
+            self._extend(facts["grace"] + CLOSING_S)
         if "daemon" in facts:
             self._watch_daemon(*facts["daemon"])
         if "done" in facts:
-            self._within(CLOSING_S)
+            self._kill_in(CLOSING_S)
 
     def _watch_daemon(self, name: str, pid: int) -> None:
         if name not in VITAL:
@@ -269,10 +247,10 @@ class Supervisor:
         except ProcessLookupError:  # it has died already
             self._daemon_died(VITAL[name])
         else:
-            self._selector.register(fd, selectors.EVENT_READ, partial(self._daemon_ended, VITAL[name], fd))
+            self._loop.add_reader(fd, self._daemon_ended, VITAL[name], fd)
 
     def _daemon_ended(self, name: str, fd: int) -> None:
-        self._selector.unregister(fd)
+        self._loop.remove_reader(fd)
         os.close(fd)
         self._read()  # a closing run reports so before it ends Ray
         self._daemon_died(name)
@@ -280,65 +258,50 @@ class Supervisor:
     def _daemon_died(self, name: str) -> None:
         if self._facts.get("ray") == "started" and not self._lost:
             self._lost = name
-            self._within(LOST_S)
+            self._kill_in(LOST_S)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    def _end_all(self) -> None:
+    async def _end_all(self) -> None:
         """Ends all remaining processes of the run."""
-        if self._facts.get("done") == 0 and self._alone_within(ENDING_S):
+        if self._facts.get("done") == 0 and await self._alone_within(ENDING_S):
             return
-        self._signal_all(signal.SIGTERM)
-        if self._alone_within(1.0):
-            return
-        # The resource tracker removes the shared memory of killed processes, the remover their weights; then they end.
-        spared = self._signal_all(signal.SIGKILL, but=(_TRACKER, _REMOVER))
-        if self._alone_within(_REMOVAL_S if _REMOVER in spared else 1.0):
-            return
-        for _round in range(3):  # a process may have forked meanwhile
-            self._signal_all(signal.SIGKILL)
-            if self._alone_within(1.0):
+        # In the end more than once: a process may have forked meanwhile.
+        for number, spared in ((signal.SIGTERM, ""), (signal.SIGKILL, _TRACKER), *[(signal.SIGKILL, "")] * 3):
+            self._signal_all(number, spared)
+            if await self._alone_within(SIGNALLED_S):
                 return
 
-    def _signal_all(self, number: signal.Signals, but: Sequence[str] = ()) -> set[str]:
-        """Signals all processes but those with a word of ``but`` in their command; returns the words found."""
+    def _signal_all(self, number: signal.Signals, spared: str) -> None:
+        """Signals all processes but those with a word in their command."""
         import psutil
 
-        spared: set[str] = set()
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if found := {word for word in but if word in " ".join(process.cmdline())}:
-                    spared |= found
-                else:
+                if not spared or spared not in " ".join(process.cmdline()):
                     process.send_signal(number)
-        return spared
 
-    def _alone_within(self, seconds: float) -> bool:
+    async def _alone_within(self, seconds: float) -> bool:
         """Waits until no process of the run is left; returns False after ``seconds``."""
-        end = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wakeup, selectors.EVENT_READ)
-            while not self._reap():
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                if selector.select(left):
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wakeup, 4096)
+        import asyncio
+
+        try:
+            await asyncio.wait_for(self._alone.wait(), seconds)
+        except TimeoutError:
+            return False
         return True
 
-    def _conclude(self) -> int:
+    def _conclude(self, finish: Summarise) -> int:
         """Removes temporary files, completes the summary and prints the end; returns the exit code."""
         for path in self._temporary:
-            with contextlib.suppress(OSError):  # the run has removed it
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         code = self._facts.get("done")
         directory = Path(self._facts["directory"]) if "directory" in self._facts else None
         status = "failed" if self._stopped is None else "interrupted"
-        ended = self._finish(directory, status, self._facts.get("steps")) if directory and directory.is_dir() else ""
+        ended = finish(directory, status, self._facts.get("steps")) if directory and directory.is_dir() else ""
         if code is not None:
             return int(code)
         if self._stopped is not None:
@@ -351,27 +314,16 @@ class Supervisor:
         return code
 
     def _what_died(self) -> str:
-        logs = f" (Ray's logs are in {self._facts['logs']})" if "logs" in self._facts else ""
         assert self._status is not None
-        killed = os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == signal.SIGKILL and not self._cut
-        # If the child was killed, Ray died because of that.
-        if self._lost and not killed:
-            return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot continue{logs}"
-        if os.WIFSIGNALED(self._status):
-            name = signal.Signals(os.WTERMSIG(self._status)).name
-            return f"the run's process was killed by {name} ({'out of memory?' if name == 'SIGKILL' else 'a crash'})"
+        logs = f" (Ray's logs are in {self._facts['logs']})" if "logs" in self._facts else ""
         code = os.waitstatus_to_exitcode(self._status)
+        # If the child was killed by others, Ray died because of that.
+        if self._lost and (self._cut or code != -signal.SIGKILL):
+            return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot continue{logs}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"the run's process was killed by {name} ({'out of memory?' if name == 'SIGKILL' else 'a crash'})"
         what = f"the run's process ended with exit code {code} before the run did"
         if "ray" in self._facts:
             return f"{what}, as Ray ends it when it loses its cluster{logs}"
         return f"{what} (does its code, or a library, call os._exit?)"
-
-
-def _ends(pid: int) -> bool:
-    """Returns whether a process is on its way to its end, even if the kernel has not freed its memory yet."""
-    try:
-        # Its name, in parentheses, may contain anything.
-        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return True
-    return bool(int(after_name[6]) & _PF_EXITING)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -34,51 +32,6 @@ def test_the_first_signal_interrupts_and_further_ones_do_not(stopping: Stopping,
         send(further)
     assert stopping.received == number
     assert stopping.exit_code == 128 + number
-
-
-class Dropped:
-    """Gets a signal while Python drops it, where an exception is lost."""
-
-    def __del__(self) -> None:
-        send(signal.SIGTERM)
-
-
-def test_an_interrupt_that_python_loses_is_raised_again(capfd: pytest.CaptureFixture[str]) -> None:
-    installed = Stopping()
-    with installed:
-        dropped = Dropped()
-        del dropped
-        assert installed.received == signal.SIGTERM  # nothing was raised here
-        with pytest.raises(KeyboardInterrupt):
-            threading.Event().wait(10)
-    assert "Exception ignored" not in capfd.readouterr().err
-    assert installed.exit_code == 143
-
-
-def test_other_errors_that_python_ignores_are_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[type] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: shown.append(ignored.exc_type))
-    hook = sys.unraisablehook
-
-    class Broken:
-        def __del__(self) -> None:
-            raise ValueError
-
-    with Stopping():
-        Broken()
-    assert shown == [ValueError]
-    assert sys.unraisablehook is hook
-
-
-def test_a_signal_stops_the_command_that_it_ends_alone() -> None:
-    installed = Stopping()
-    with installed:
-        assert not installed.stops
-        with pytest.raises(KeyboardInterrupt):
-            send(signal.SIGINT)
-        assert installed.stops
-    assert not installed.stops
-    assert installed.exit_code == 130
 
 
 def test_deferred_a_signal_calls_what_is_set_once(stopping: Stopping) -> None:

@@ -14,9 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dataflow.running.remains import finish_killed
-from dataflow.system import supervisor
-from dataflow.system.supervisor import Supervisor
 from tests.rigs.processes import marked
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(sys.platform != "linux", reason="pidfds and subreapers")]
@@ -207,21 +204,3 @@ def test_a_standard_stream_that_is_closed_changes_nothing(tmp_path: Path, comman
     commands.append(command)
     assert command.ends() == (5, "", "")
     assert status(tmp_path) == "failed"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a process that ends is known by its flags in /proc")
-def test_a_run_that_was_killed_but_has_not_ended_is_not_cut_off() -> None:
-    # As when Ray's daemons end before a large process has freed its memory. The supervisor itself is asked: no
-    # signal can be timed to come between the end of its child and the news of it.
-    child = subprocess.Popen(["sleep", "600"])
-    try:
-        alive = Supervisor(child.pid, -1, finish_killed)
-        assert not supervisor._ends(child.pid)
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        assert supervisor._ends(child.pid)
-        alive._cut_off()
-        assert not alive._cut
-    finally:
-        child.wait()
-    assert supervisor._ends(child.pid)
