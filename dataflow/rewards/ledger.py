@@ -44,14 +44,13 @@ Key = bytes
 Step = int | str
 Request = tuple[int, int, str]  # group, sample, key in hexadecimal
 
-_OURS, _LAYOUT = 0x64664C67, 2  # in the file's header: application and layout
+_OURS = 0x64664C67  # the application in the file's header
 _BUSY_S, _DEADLINE_S = 60.0, 120.0
 _GATHER_S = 0.02  # a commit takes more CPU time than ten answers
 
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA application_id = {_OURS};
-PRAGMA user_version = {_LAYOUT};
 CREATE TABLE request (
     run TEXT, step, grp INTEGER, sample INTEGER, key TEXT, submitted REAL, answered REAL, score REAL, answer TEXT,
     story TEXT, failed_tries TEXT, PRIMARY KEY (run, step, grp, sample, key)
@@ -333,12 +332,8 @@ def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         (application,) = db.execute("PRAGMA application_id").fetchone()
-        (layout,) = db.execute("PRAGMA user_version").fetchone()
         if application != _OURS:
             raise ConfigError(f"reward ledger {path}: it is another program's database; name another file.")
-        if layout != _LAYOUT:
-            other = f"another version of dataflow wrote it (layout {layout}; this one supports {_LAYOUT})"
-            raise ConfigError(f"reward ledger {path}: {other}; use that version or name another file.")
     except BaseException:
         db.close()
         raise

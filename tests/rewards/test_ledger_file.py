@@ -86,13 +86,6 @@ def test_databases_of_others(path: Path) -> None:
         assert db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
 
 
-def test_another_layout(path: Path) -> None:
-    one(path)
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 99")
-    assert "another version of dataflow wrote it (layout 99; this one supports 2); use that version" in refused(path)
-
-
 def test_a_file_that_another_program_keeps_locked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one(path)
     monkeypatch.setattr("dataflow.rewards.ledger._BUSY_S", 0.1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,54 +202,6 @@ def check_order(trace: Trace) -> None:
 @JUMPS
 def test_a_trace_stays_in_order(jump: Callable[[], None]) -> None:
     check_order(traced(graph_of(jump), InlineExecutor()))
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(300)
-def test_the_processes_of_an_executor_go_by_its_clock(local_ray: None) -> None:
-    """The driver read the system's clock a day before its workers do."""
-    from dataflow.executors.ray import RayExecutor
-
-    before = clock.anchor()
-    clock.adopt(clock.Anchor(before.machine, before.offset_s - DAY))
-    try:
-        check_order(traced(graph_of(lambda: None), RayExecutor(num_cpus=2)))
-    finally:
-        clock.adopt(before)
-
-
-OTHER = """
-import sys, time
-real = time.time
-time.time = lambda: real() + float(sys.argv[1])
-from dataflow.system import clock
-print(clock.now())
-clock.adopt(clock.Anchor(sys.argv[2], float(sys.argv[3])))
-print(clock.now())
-"""
-
-
-@pytest.mark.parametrize("jump_s", [DAY, -DAY])
-@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
-def test_a_process_started_after_the_clock_was_set_agrees_with_who_started_it(jump_s: float, here: bool) -> None:
-    machine, offset_s = clock.anchor()
-    assert machine
-    given = [str(jump_s), machine if here else "another machine", repr(offset_s)]
-    before = clock.now()
-    said = subprocess.run([sys.executable, "-c", OTHER, *given], capture_output=True, text=True, check=True)
-    own, adopted = map(float, said.stdout.split())
-    assert abs(own - before - jump_s) < LONG
-    if here:
-        assert before <= adopted <= clock.now()
-    else:
-        assert abs(adopted - before - jump_s) < LONG, "another machine's monotonic clock says nothing here"
-
-
-def test_an_unknown_machine_shares_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "machine", lambda: "")
-    before = clock.anchor()
-    clock.adopt(clock.Anchor("", 0.0))
-    assert clock.anchor() == before
 
 
 STAMPS = {

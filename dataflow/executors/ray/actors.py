@@ -20,7 +20,6 @@ from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTO
 from dataflow.cluster.shared_paths import SharedPaths, check_version, one_on_each
 from dataflow.executors.ray.host import Host, Place
 from dataflow.graph import Hosted
-from dataflow.system import clock
 from dataflow.system.supervisor import report
 
 _SETTLED_S = 90.0
@@ -133,7 +132,7 @@ class Actors:
         first, *further = blobs
         await first_failure(
             [
-                actor.build.remote(first, self._environment(rank), clock.anchor(), self._imports, *gpus.seen)
+                actor.build.remote(first, self._environment(rank), self._imports, *gpus.seen)
                 for rank, (actor, gpus) in enumerate(zip(self._actors, self._reserved.gpus, strict=True))
             ]
         )

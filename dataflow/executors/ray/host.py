@@ -51,22 +51,18 @@ class Host(SeesPaths):
             return Place(where, s.getsockname()[1])
 
     @answering
-    async def build(
-        self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, imports: Sequence[str], *gpus: str
-    ) -> int:
+    async def build(self, blob: bytes, environment: Mapping[str, str], imports: Sequence[str], *gpus: str) -> int:
         """Builds the service and returns the process id.
 
         Args:
             blob: service and stages, as :func:`~dataflow.cluster.pickling.pickled` returns them.
             environment: variables to set before.
-            anchor: of the run's clock.
             imports: modules to import before.
             gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
         """
         restore_path()
         redact_logs()
         keep_lines()
-        clock.adopt(anchor)
         os.environ.update(environment)
         with contextlib.suppress(OSError):  # Ray starts the workers of a cluster elsewhere; a node may lack it
             os.chdir(environment[WORKING_DIRECTORY])
