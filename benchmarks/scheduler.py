@@ -26,8 +26,7 @@ from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import expand, preset
-from dataflow.scheduler import Scheduler
-from dataflow.tasks.events import Instruction, Start, TaskFinished
+from dataflow.scheduler import Instruction, Scheduler, Start, TaskFinished
 from dataflow.testing import grpo_pipeline
 
 BOUND_US = 50.0

@@ -20,13 +20,13 @@ from dataflow.executors.base import Chunk, Done, Executor, Report, StageCall
 from dataflow.executors.parts import Parts
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
 from dataflow.metrics import of_step
-from dataflow.scheduler import Scheduler
-from dataflow.tasks.events import (
+from dataflow.scheduler import (
     Cancel,
     ChunkEmitted,
     Instruction,
     Release,
     RunDone,
+    Scheduler,
     Start,
     StepDone,
     TaskFailed,

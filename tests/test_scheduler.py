@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from dataflow.errors import DataflowError, PipelineError
 from dataflow.graph import Pipeline, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
-from dataflow.scheduler import Scheduler
-from dataflow.tasks.events import (
+from dataflow.scheduler import (
     Cancel,
     ChunkEmitted,
     Release,
     RunDone,
+    Scheduler,
     Start,
     StepDone,
     TaskFailed,
