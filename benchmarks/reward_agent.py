@@ -36,7 +36,7 @@ from _run import begin, table
 
 import dataflow
 from dataflow import Batch, Carried, Hosted, Latest, Pipeline, RewardAgent, stage
-from dataflow.cluster.process import settle_memory
+from dataflow.executors.ray.host import settle_memory
 from dataflow.reward_agent import Limits
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.judge.rubric import messages

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,21 +228,17 @@ def _run(options: argparse.Namespace) -> int:
         return check(options.pipeline, overrides, options.json)
     progress = _starting(options.pipeline, options)
     from dataflow.config.loading.saved import load
-    from dataflow.executors.ray.copies import server_of
 
     module, config = load(options.pipeline, overrides)
-    with contextlib.ExitStack() as closing:
-        if (server := server_of(config)) is not None:  # before further imports, as it takes longest
-            closing.callback(server.close)
-        from dataflow.running.resume import Complete, began
-        from dataflow.running.session import Session, prepare_logging
+    from dataflow.running.resume import Complete, began
+    from dataflow.running.session import Session, prepare_logging
 
-        prepare_logging()
-        session = began(module, config, overrides, progress, partial(Session, server=server))
-        if isinstance(session, Complete):
-            print(json.dumps(session.summary, indent=1) if options.json else f"{session.words}.")
-            return 0
-        return _train(session, options)
+    prepare_logging()
+    session = began(module, config, overrides, progress, Session)
+    if isinstance(session, Complete):
+        print(json.dumps(session.summary, indent=1) if options.json else f"{session.words}.")
+        return 0
+    return _train(session, options)
 
 
 def _starting(what: str, options: argparse.Namespace) -> Progress:

@@ -19,7 +19,6 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.cluster.frozen import FrozenExit
 from dataflow.errors import ConfigError, DataflowError
 from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.failure import parse_rule
@@ -47,6 +46,7 @@ from dataflow.rewards.retry import Hedge, Retry, brief, is_overload, is_throttle
 from dataflow.rewards.slots import Item, Limits, Slot, Slots, check_endpoints
 from dataflow.rewards.steps import Steps
 from dataflow.system import clock
+from dataflow.system.frozen import FrozenExit
 from dataflow.system.secrets import redact_known
 from dataflow.usercode.calls import Calls
 from dataflow.usercode.copies import own_copy

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, settings
 
 from dataflow.engines.choice import vllm_device
 from dataflow.system.secrets import KNOWN
-from tests.rigs.copies import Copies
 
 # Before anything imports torch, ray or transformers: they read these once. Ray's workers inherit them.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "MPLBACKEND": "Agg",
     "OMP_NUM_THREADS": "1",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -80,8 +80,8 @@ FIRST = (
     "executors/test_vllm_restart.py",
     "faults/test_deaths.py",
     "verl/test_state.py",
-    "cluster/test_gpus.py",
-    "cluster/test_exceptions.py",
+    "executors/test_gpus.py",
+    "executors/test_exceptions.py",
     "executors/test_parts.py",
     "system/test_clock.py",
     "vllm/test_in_process.py",
@@ -102,15 +102,6 @@ FIRST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "shares_ray: the module's tests may use the local Ray of their pytest worker")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Replaces the test's name, as only workers with the same environment are copies of one process."""
-    os.environ["PYTEST_CURRENT_TEST"] = "see pytest's output"
-
-
-pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -177,23 +168,10 @@ def _problems_made_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _copies(_no_process_left: None) -> Iterator[Copies]:
-    """The processes of which the workers of all Rays of one pytest worker are copies."""
-    from dataflow.executors.ray import copies
-
-    shared = Copies()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "ForkServer", shared.of)
-        yield shared
-    shared.close()
-
-
 class SharedRay:
     """The local Ray that all modules of one pytest worker share."""
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
+    def __init__(self) -> None:
         self._executor: Any = None
 
     def open(self) -> None:
@@ -202,7 +180,6 @@ class SharedRay:
 
         import ray
 
-        from dataflow.config.run import RunConfig
         from dataflow.executors.ray import RayExecutor
         from dataflow.graph import Pipeline
 
@@ -211,7 +188,7 @@ class SharedRay:
         # Ray assigns GPUs by count, so tests of services that request them need none.
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
-            self._executor = RayExecutor(num_cpus=2, server=self._copies.of(RunConfig.copied))
+            self._executor = RayExecutor(num_cpus=2)
             asyncio.run(self._executor.open(Pipeline([])))
 
     def close(self) -> None:
@@ -223,8 +200,8 @@ class SharedRay:
 
 
 @pytest.fixture(scope="session")
-def _shared_ray(_copies: Copies) -> Iterator[SharedRay]:
-    shared = SharedRay(_copies)
+def _shared_ray(_no_process_left: None) -> Iterator[SharedRay]:
+    shared = SharedRay()
     yield shared
     shared.close()
 

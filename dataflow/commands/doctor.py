@@ -10,10 +10,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from dataflow.cluster.gpus import VISIBLE, visible_gpus
 from dataflow.commands.dry import table
 from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, NotChecked
+from dataflow.executors.ray.nodes import VISIBLE, visible_gpus
 from dataflow.files import cache_home
 from dataflow.running.preparing.check import Check, Checks, collect
 from dataflow.running.preparing.machine import GIB, cpu_memory, free_disk, free_shared_memory, gpu_memory

@@ -181,8 +181,6 @@ class RayConfig(Section):
     """CPUs of the local one; null for all that Ray detects."""
     gpus_per_worker: NonNegativeFloat = 0.0
     """GPUs per trainer and rollout process; 0 computes on the CPU."""
-    fork: bool = True
-    """Begin the workers of a local Ray as copies of a process that has imported their libraries; not with GPUs."""
     nodes: dict[str, NodesConfig] = Field(default_factory=dict)
     """Nodes that a service (trainer, rollout, reward, critic, controller) or a served reward model has, by its name."""
     start_timeout: PositiveFloat = 600.0
@@ -203,9 +201,6 @@ class BaseConfig(Section):
 
     imports: ClassVar[tuple[str, ...]] = ()
     """Modules that a worker imports before the first task, as that would wait for them."""
-
-    copied: ClassVar[tuple[str, ...]] = ("cloudpickle", "dataflow.executors.ray.host")
-    """Modules that most workers use, without Ray; see :class:`~dataflow.cluster.fork_server.ForkServer`."""
 
     @cached_property
     def given_keys(self) -> frozenset[str]:

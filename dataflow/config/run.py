@@ -150,12 +150,6 @@ class RunConfig(BaseConfig):
     """Keys and sections that no stage reads, and why; a value other than the default is refused."""
 
     imports: ClassVar[tuple[str, ...]] = ("torch",)  # of which batches are made
-    copied: ClassVar[tuple[str, ...]] = (
-        *BaseConfig.copied,
-        "torch",
-        "tensordict",
-        "transformers.models.auto.modeling_auto",
-    )
 
     placement: Placement = "colocated"
     """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own GPUs, in parallel."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from loguru import logger
 
-from dataflow.cluster.fork_server import ForkServer
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.saved import CONFIG, read_values
 from dataflow.errors import DataflowError, NotOffered, RunError, counted
@@ -57,7 +56,6 @@ class Attempt:
         progress: shows the progress.
         models: the reward models that the run serves; None without any.
         auto: changes the policy; None for a run that keeps it.
-        server: of which the workers are copies; None starts each on its own.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class Attempt:
         progress: Progress,
         models: ServedModels | None = None,
         auto: AutoPolicy | None = None,
-        server: ForkServer | None = None,
     ) -> None:
         self._config = config
         self._graph = graph
@@ -78,7 +75,7 @@ class Attempt:
         self._progress = progress
         self._models = models
         self._auto = auto
-        self._executor = self._make_executor(server)
+        self._executor = self._make_executor()
         self._hosts = graph.pipeline.hosts()
         self._runner: Runner | None = None
         self._training: asyncio.Future[Trace] | None = None
@@ -265,7 +262,7 @@ class Attempt:
                 raise
             logger.debug(str(error))
 
-    def _make_executor(self, server: ForkServer | None) -> Executor:
+    def _make_executor(self) -> Executor:
         if self._config.executor == "inline":
             from dataflow.executors.inline import InlineExecutor
 
@@ -279,7 +276,6 @@ class Attempt:
             self._config.worker_threads,
             self._config.imports,
             self._up,
-            server,
             nodes=node_rules(self._config),
             directory=str(self._record.directory.absolute()),
             deadline_s=ray.start_timeout,

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from dataflow.cluster.fork_server import ForkServer
-from dataflow.cluster.joined import JoinedRay, own_address
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading import saved
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
-from dataflow.executors.ray.copies import server_of
+from dataflow.executors.ray.connection import JoinedRay, own_address
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.planning.planner import name_of
@@ -36,7 +34,7 @@ from dataflow.running.remains import complete, finish, stopped
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.system import clock
-from dataflow.system.loopback import ADDRESS
+from dataflow.system.loopback import ADDRESS, ray_stays_on_loopback
 from dataflow.system.secrets import redact, redact_values
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import report
@@ -54,7 +52,6 @@ class Session:
         module: the pipeline file.
         progress: shows what happens.
         directory: of an earlier run to resume; None begins a new one.
-        server: of which the workers are copies, if it was started before; closed with the run.
 
     Raises:
         UserError: one sentence; nothing has been written or started.
@@ -66,9 +63,9 @@ class Session:
         module: ModuleType,
         progress: Progress,
         directory: Path | None = None,
-        server: ForkServer | None = None,
     ) -> None:
         self._began = clock.now()
+        ray_stays_on_loopback()
         self._prepared = Preparation(config, module, progress, directory)
         make_all(self._prepared.checks())
         for sentence in config.replaced:
@@ -81,7 +78,6 @@ class Session:
         self.record: Record
         self._resumes = directory is not None
         self.directory = directory or Path()
-        self._server = server
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
         self._facts: dict[str, Any] = {}
@@ -108,8 +104,7 @@ class Session:
         if not self._resumes:
             self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
-        self._server = self._server or server_of(self.config)
-        with stopping, self._no_server_left(), self._nothing_blank_left(made), locked(self.directory):
+        with stopping, self._nothing_blank_left(made), locked(self.directory):
             remove_temporary(self.directory)
             if self._resumes and complete(self.directory, self.graph.steps) is not None:
                 raise ConfigError(f"run '{self.directory}' is complete: another process has resumed it meanwhile.")
@@ -189,8 +184,7 @@ class Session:
         restarts = 0
         while True:
             try:
-                with self._no_server_left():
-                    asyncio.run(self._attempt(point))
+                asyncio.run(self._attempt(point))
                 return
             except RunError as error:
                 lost = next((e for e in causes_of(error) if isinstance(e, ServiceLost)), None)
@@ -199,7 +193,6 @@ class Session:
                 restarts += 1
                 message = " ".join(str(error).split())
                 point = self._newest()
-                self._server = server_of(self.config)  # the Ray of the next attempt is another one
                 logger.warning(
                     f"{message}; restart {restarts} of {self.config.recoveries}: the run resumes from "
                     f"{f'its checkpoint of step {point.step}' if point else 'its beginning, as it has no checkpoint'}."
@@ -217,14 +210,6 @@ class Session:
 
     def _blank(self) -> bool:
         return not self._resumes and not (self.directory / saved.CONFIG).exists()
-
-    @contextlib.contextmanager
-    def _no_server_left(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if self._server is not None:
-                self._server.close()
 
     @contextlib.contextmanager
     def _cluster(self) -> Iterator[None]:
@@ -282,7 +267,7 @@ class Session:
             if options.auto
             else None
         )
-        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._served, auto, self._server)
+        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._served, auto)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         stats = None
         try:

@@ -18,15 +18,14 @@ import numpy as np
 import pytest
 import ray
 
-from dataflow.cluster.joined import JoinedRay, own_address
-from dataflow.cluster.nodes import NodeRule
-from dataflow.cluster.process import DEATH_REASON
-from dataflow.cluster.shared_paths import SharedPaths
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.run import RunConfig
 from dataflow.engines.replicas.engine import Replicas
 from dataflow.errors import ConfigError, RunError, ServiceLost, StageFailed
 from dataflow.executors.ray import RayExecutor
+from dataflow.executors.ray.connection import JoinedRay, own_address
+from dataflow.executors.ray.nodes import NodeRule
+from dataflow.executors.ray.paths import SharedPaths
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.rewards.models.served import ServedReward
@@ -34,6 +33,7 @@ from dataflow.runner import Runner
 from dataflow.running.services import served_models
 from dataflow.running.services.nodes import node_rules
 from dataflow.running.services.served_models import ServedModels
+from dataflow.system.frozen import DEATH_REASON
 from dataflow.timeline.spans import Trace
 from tests.rigs.cluster import Nodes
 from tests.rigs.logs import logged

@@ -15,9 +15,9 @@ import pytest
 
 from dataflow.api.simulate import simulate
 from dataflow.cli import main
-from dataflow.cluster.gpus import VISIBLE
 from dataflow.config.loading.pipeline_file import pipeline_of
 from dataflow.config.loading.saved import load
+from dataflow.executors.ray.nodes import VISIBLE
 from dataflow.planning.planner import predict
 from dataflow.planning.sources.read import read_workload
 from dataflow.policy import PRESETS, expand, preset

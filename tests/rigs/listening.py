@@ -48,6 +48,9 @@ def named(command: list[str]) -> str:
     for name in ("gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent"):
         if Path(text.split()[0]).name == name if text else False:
             return name
+    for name in ("dashboard.py", "monitor.py"):
+        if any(word.endswith(f"/{name}") for word in command):
+            return name
     if text.startswith("ray::"):
         return "ray::*"
     if "dataflow.rewards.judge.server" in text:

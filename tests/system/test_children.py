@@ -179,6 +179,4 @@ def test_a_run_on_ray_executes_nothing_from_the_working_directory_listens_on_loo
     assert {"judge_server", "gcs_server", "raylet", "ray::*"} <= {each.process for each in listening}
     check(listening, sum(" ".join(command).startswith("ray::") for command in found["commands"]))
     assert found["safe"] == [True, None]
-    programs = " ".join(command[0] + " " + " ".join(command[1:3]) for command in found["commands"] if command)
-    assert not [name for name in ("monitor.py", "dashboard.py", "log_monitor.py") if name in programs]
     assert not [each for each in found["environment"] if "RAY_AUTH_TOKEN" in each]

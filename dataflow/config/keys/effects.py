@@ -136,7 +136,6 @@ EFFECTS: Mapping[str, tuple[Beside, ...]] = {
     **_each("engine.max_tokens", Beside(("tools.max_response_tokens",), _in_turns)),
     **_each("engine.restarts trainer.restarts ray.address ray.start_timeout", _of("executor", "ray")),
     **_each("ray.num_cpus", _of("executor", "ray"), _of("ray.address", None)),
-    **_each("ray.fork", _of("executor", "ray"), _of("ray.address", None), _of("ray.gpus_per_worker", 0)),
     **_each("reward.restarts", _of("executor", "ray")),
     **_each("reward.backoff reward.max_backoff", _above("reward.tries", 1)),
     **_each("reward.floor", _given("reward.adaptive")),

@@ -11,6 +11,7 @@ from dataflow.config.base import BaseConfig, PipelineConfig
 from dataflow.errors import ConfigError, PipelineError, UserError
 from dataflow.files import nearest_path, no_file
 from dataflow.graph import Pipeline
+from dataflow.system.loopback import ray_stays_on_loopback
 from dataflow.usercode.failures import is_interrupt, message_of
 
 
@@ -38,6 +39,7 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     # Classes look up their module while they are defined. It is removed afterwards, so that cloudpickle sends the
     # file's functions to Ray workers by value, as these cannot import the file.
     sys.modules[loader.name] = module
+    ray_stays_on_loopback()  # the file may import Ray
     try:
         loader.exec_module(module)
     except PipelineError as error:

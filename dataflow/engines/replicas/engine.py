@@ -17,14 +17,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataflow.batch import Batch
-from dataflow.cluster.nodes import NodeRule, Places, log_nodes
-from dataflow.cluster.paths import Where
-from dataflow.cluster.shared_paths import SharedPaths, check_version, one_on_each
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.engines.replicas.balance import Balance, ReplicaHandle, reason
 from dataflow.engines.replicas.host import Replica, pack
 from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall, jobs_of
 from dataflow.errors import ConfigError, RunError, UserError
+from dataflow.executors.ray.nodes import NodeRule, Places
+from dataflow.executors.ray.paths import SharedPaths, Where
 
 if TYPE_CHECKING:
     import torch
@@ -93,10 +92,8 @@ class Replicas:
         kind = ray.remote(Replica)
         self._places = Places(replicas, gpus, devices, nodes)
         self._handles = [
-            ReplicaHandle(
-                f"replica {at + 1} of {replicas}", kind.options(**taken.options, max_concurrency=1000).remote()
-            )
-            for at, taken in enumerate(self._places.gpus)
+            ReplicaHandle(f"replica {at + 1} of {replicas}", kind.options(**options_, max_concurrency=1000).remote())
+            for at, options_ in enumerate(self._places.options)
         ]
         self._balance = self._queue.backend = Balance(self._handles, slots, self._queue)
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -105,8 +102,8 @@ class Replicas:
             if paths is not None:
                 self._check(paths)
             built = [
-                replica.actor.build.remote(factory, dict(options), environment, *taken.seen).future()
-                for replica, taken in zip(self._handles, self._places.gpus, strict=True)
+                replica.actor.build.remote(factory, dict(options), environment, *seen).future()
+                for replica, seen in zip(self._handles, self._places.seen, strict=True)
             ]
             self._read(str(options["model"]))
             self._wait_for(built)
@@ -125,13 +122,10 @@ class Replicas:
         import ray
 
         where: list[Where] = self._wait_for([replica.actor.where.remote().future() for replica in self._handles])
-        for each in where:
-            check_version(f"'{paths.service}'", each)
         here = ray.get_runtime_context().get_node_id()
-        if others := one_on_each([replica.actor for replica in self._handles], where, here):
-            with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this one's loop may wait for this call
-                thread.submit(asyncio.run, paths.check(others)).result()
-        log_nodes(f"'{paths.service}' (replicas)", [each.node for each in where])
+        checked = paths.check([replica.actor for replica in self._handles], where, here)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this one's loop may wait for this call
+            thread.submit(asyncio.run, checked).result()
 
     def _wait_for(self, answers: Sequence[concurrent.futures.Future[T]]) -> list[T]:
         """Returns the answer of each replica; raises the first failure."""

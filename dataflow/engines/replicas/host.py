@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dataflow.batch import Batch
-from dataflow.cluster.gpus import see
-from dataflow.cluster.paths import SeesPaths
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from dataflow.executors.ray.nodes import see
+from dataflow.executors.ray.paths import SeesPaths
 from dataflow.stage import Hosted
 
 if TYPE_CHECKING:

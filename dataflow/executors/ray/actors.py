@@ -14,12 +14,13 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.cluster.answer import died, fetch, first_failure, peer_lost, unreachable
-from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, log_nodes, nodes_of
-from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY
-from dataflow.cluster.shared_paths import SharedPaths, check_version, one_on_each
-from dataflow.executors.ray.host import Host, Place
+from dataflow.executors.ray.answers import died, fetch, first_failure, peer_lost, unreachable
+from dataflow.executors.ray.host import WORKING_DIRECTORY, Host, Place
+from dataflow.executors.ray.nodes import NODE_ID, NodeRule, Places, alive, lacking
+from dataflow.executors.ray.paths import SharedPaths
 from dataflow.graph import Hosted
+from dataflow.system.frozen import DEATH_REASON
+from dataflow.system.loopback import NODE_ADDRESS
 from dataflow.system.supervisor import report
 
 _SETTLED_S = 90.0
@@ -98,16 +99,13 @@ class Actors:
         self._reserved = Places(spec.ranks, spec.gpus, spec.devices, self._rule)
         if shortage := self.lacking():
             logger.warning("'{}' waits for nodes: {}.", spec.name, shortage)
-        self._actors = [kind.options(**gpus.options, **how).remote() for gpus in self._reserved.gpus]
+        self._actors = [kind.options(**options, **how).remote() for options in self._reserved.options]
         self._places = await first_failure([actor.place.remote() for actor in self])
         if self._cluster is not None:
             where = [place.where for place in self._places]
-            for each in where:
-                check_version(f"'{spec.name}'", each)
             directory = self._cluster.directory if spec.run_directory else None
-            paths = SharedPaths(spec.name, spec.files, spec.made, spec.writes, directory)
-            await paths.check(one_on_each(self._actors, where, self._cluster.here))
-            log_nodes(f"'{spec.name}'", [each.node for each in where])
+            paths = SharedPaths(spec.name, spec.files, spec.writes, directory)
+            await paths.check(self._actors, where, self._cluster.here)
 
     def lacking(self) -> str:
         """Returns what the nodes of a cluster lack for the service, as a clause; "" if nothing is known."""
@@ -115,7 +113,7 @@ class Actors:
 
         if self._rule is None or self._reserved is None:
             return ""
-        clause = lacking(self._rule, self._spec.ranks, self._reserved.bundle, nodes_of(ray.nodes()))
+        clause = lacking(self._rule, self._spec.ranks, self._reserved.bundle, alive(ray.nodes()))
         given = self._cluster is not None and self._spec.name in self._cluster.rules
         return f"{clause} (ray.nodes.{self._spec.name})" if clause and given else clause
 
@@ -123,8 +121,8 @@ class Actors:
         """Builds the service with its stages in every actor; starts the actors first unless they are placed.
 
         Args:
-            blobs: service and stages, as :func:`~dataflow.cluster.pickling.pickled` returns them; of all but the first
-                only the stages are added.
+            blobs: service and stages, as :func:`~dataflow.executors.ray.pickling.pickled` returns them; of all but the
+                first only the stages are added.
         """
         if not self._actors:
             await self.place()
@@ -132,8 +130,8 @@ class Actors:
         first, *further = blobs
         await first_failure(
             [
-                actor.build.remote(first, self._environment(rank), self._imports, *gpus.seen)
-                for rank, (actor, gpus) in enumerate(zip(self._actors, self._reserved.gpus, strict=True))
+                actor.build.remote(first, self._environment(rank), self._imports, *seen)
+                for rank, (actor, seen) in enumerate(zip(self._actors, self._reserved.seen, strict=True))
             ]
         )
         for blob in further:
@@ -166,7 +164,7 @@ class Actors:
     async def death_reason(self, error: BaseException | None = None) -> str:
         """Returns, once, why processes of the service ended; empty if no reason is known.
 
-        Either user code froze them (:mod:`dataflow.cluster.frozen`), and a file on their node has why; or their node is
+        Either user code froze them (:mod:`dataflow.system.frozen`), and a file on their node has why; or their node is
         gone.
 
         Args:
@@ -180,9 +178,9 @@ class Actors:
             return " ".join(reasons)
         import ray
 
-        alive = {node.id for node in nodes_of(ray.nodes())}
+        left = {node["NodeID"] for node in alive(ray.nodes())}
         for rank, (where, _port) in enumerate(self._places):
-            if where.node not in alive:
+            if where.node not in left:
                 gone = f"node {where.address}, where it ran, is gone."
                 reasons += [] if gone in reasons else [gone]
             elif not self._is_here(rank):

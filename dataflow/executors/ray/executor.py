@@ -13,17 +13,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dataflow.cluster.answer import cause, fetch, last_words
-from dataflow.cluster.console import console_kept
-from dataflow.cluster.fork_server import ForkServer
-from dataflow.cluster.gpus import check_count
-from dataflow.cluster.joined import JoinedRay, connecting
-from dataflow.cluster.local import LocalRay
-from dataflow.cluster.log import log_lines
-from dataflow.cluster.nodes import NodeRule
 from dataflow.errors import RunError
 from dataflow.executors.base import ALONE, Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
+from dataflow.executors.ray.answers import cause, fetch, last_words
+from dataflow.executors.ray.connection import JoinedRay, LocalRay
+from dataflow.executors.ray.logs import log_lines
+from dataflow.executors.ray.nodes import NodeRule, check_count
 from dataflow.executors.ray.worker_group import WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
@@ -45,7 +41,6 @@ class RayExecutor:
         imports: modules that each worker imports before it builds its service, so that the first task does not wait
             for them.
         on_up: called with what is up: Ray, then the name of each service.
-        server: of which the workers of a local Ray are copies; None starts each on its own.
         nodes: rules for the nodes of services on a cluster, by service.
         directory: of the run, which services with files in it must see; None if there is none.
         deadline_s: seconds that a service may take to get its nodes and GPUs, and to be built; None for
@@ -59,7 +54,6 @@ class RayExecutor:
         threads: int = 1,
         imports: Sequence[str] = (),
         on_up: Callable[[str], None] = lambda name: None,
-        server: ForkServer | None = None,
         nodes: Mapping[str, NodeRule] | None = None,
         directory: str | None = None,
         deadline_s: float | None = None,
@@ -69,7 +63,6 @@ class RayExecutor:
         self.threads = threads
         self.imports = tuple(imports)
         self._on_up = on_up
-        self._server = server
         self._hosts: dict[str, WorkerGroup] = {}
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
         self._running: dict[TaskId, asyncio.Task[None]] = {}
@@ -126,9 +119,8 @@ class RayExecutor:
             self._cluster = self._joined()
             return
         if self.address is None:
-            self._ray = LocalRay(self.num_cpus or os.cpu_count() or 1, self._server)
-            with console_kept():
-                self._ray.open(**connecting(None))
+            self._ray = LocalRay(self.num_cpus or os.cpu_count() or 1)
+            self._ray.open()
         else:
             self._ray = JoinedRay(self.address)
             self._ray.open()

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 from loguru import logger
 
-from dataflow.cluster.answer import DIED, cause, died, fetch, last_words
-from dataflow.cluster.log import log_lines
-from dataflow.cluster.pickling import pickled
 from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.executors.base import Chunk, Done, Report, StageCall
 from dataflow.executors.ray.actors import Actors, Membership
+from dataflow.executors.ray.answers import DIED, cause, died, fetch, last_words
+from dataflow.executors.ray.logs import log_lines
+from dataflow.executors.ray.pickling import pickled
 from dataflow.executors.ray.replays import Replays, Submission
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 

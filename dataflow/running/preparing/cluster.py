@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from dataflow.cluster.nodes import Node, NodeRule, bundle_of, lacking, nodes_of
 from dataflow.errors import ConfigError, counted
+from dataflow.executors.ray.nodes import Node, NodeRule, alive, bundle_of, lacking
 from dataflow.running.services.hosting import REPLICAS, gpus_of
 from dataflow.running.services.nodes import node_rules
 from dataflow.stage import Hosted
@@ -37,13 +37,13 @@ def check_cluster(config: Any, hosts: Mapping[str, Hosted], patience_s: float = 
         number, share, devices = _processes(host)
         if clause := lacking(rule, number, bundle_of(share, devices), nodes):
             raise ConfigError(f"ray.address={config.ray.address}: '{name}' does not fit on the cluster: {clause}.")
-    has = sum(node.resources.get("GPU", 0.0) for node in nodes)
+    has = sum(node["Resources"].get("GPU", 0.0) for node in nodes)
     if (gpus := gpus_of(hosts.values())) > has:
         raise ConfigError(
             f"ray.address={config.ray.address}: the run needs {counted(gpus, 'GPU')}, and the cluster has {has:g}; "
             "give fewer ranks (trainer.world_size), or add nodes."
         )
-    cpus = sum(node.resources.get("CPU", 0.0) for node in nodes)
+    cpus = sum(node["Resources"].get("CPU", 0.0) for node in nodes)
     words = f"{counted(len(nodes), 'node')} with {counted(cpus, 'CPU')} ({free.get('CPU', 0.0):g} free)"
     return f"{words} and {counted(has, 'GPU')} ({free.get('GPU', 0.0):g} free)" if has else f"{words} and no GPU"
 
@@ -57,7 +57,7 @@ def _processes(host: Hosted) -> tuple[int, float, int]:
 
 def _asked(address: str, patience_s: float) -> tuple[list[Node], Mapping[str, float]]:
     """Returns the nodes of a cluster that are alive, and the resources that no process uses."""
-    asking = command("dataflow.cluster", address)
+    asking = command("dataflow.executors.ray", address)
     try:
         done = subprocess.run(asking, capture_output=True, text=True, timeout=patience_s, stdin=subprocess.DEVNULL)
         found = json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -71,4 +71,4 @@ def _asked(address: str, patience_s: float) -> tuple[list[Node], Mapping[str, fl
         raise ConfigError(f"ray.address={address}: the cluster could not be asked ({why[:300]}).") from None
     if "error" in found:
         raise ConfigError(found["error"])
-    return nodes_of(found["nodes"]), found["free"]
+    return alive(found["nodes"]), found["free"]

@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataflow.cluster.gpus import visible_gpus
 from dataflow.errors import NotChecked
+from dataflow.executors.ray.nodes import visible_gpus
 
 GIB = 2**30
 _QUERY_S = 20.0

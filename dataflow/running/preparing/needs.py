@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dataflow.cluster.gpus import check_count, visible_gpus
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.pipeline_file import pipeline_of
 from dataflow.config.loading.saved import PACKAGES
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, NotChecked
+from dataflow.executors.ray.nodes import check_count, visible_gpus
 from dataflow.rewards.judge.client import check_judge
 from dataflow.rewards.naming import keyed
 from dataflow.running.preparing.check import Check, Checks

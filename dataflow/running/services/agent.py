@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataflow.cluster.frozen import FrozenExit, frozen_exit
 from dataflow.errors import ConfigError
 from dataflow.files import sha256_of
 from dataflow.models.tokenizer import load_tokenizer
@@ -22,6 +21,7 @@ from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.slots import Limits, check_endpoints
+from dataflow.system.frozen import FrozenExit, frozen_exit
 from dataflow.system.secrets import keep_secrets, redact_logs
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.cluster.shared_paths import SharedPaths
 from dataflow.config.reward import RewardConfig, asked_of, concurrency_of, model_of, source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError, ModelError
+from dataflow.executors.ray.paths import SharedPaths
 from dataflow.models.directory import room_of
 from dataflow.models.size import count
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dataflow.cluster.joined import running
-from dataflow.cluster.nodes import NodeRule
 from dataflow.config.base import BaseConfig
 from dataflow.config.reward import Source, model_of
 from dataflow.config.served import PromptConfig
 from dataflow.errors import ConfigError, nearest
-from dataflow.files import cache_home
+from dataflow.executors.ray.connection import running
+from dataflow.executors.ray.nodes import NodeRule
 from dataflow.rewards.judge.rubric import is_file
 from dataflow.rewards.naming import keyed
 from dataflow.stage import Hosted
@@ -93,8 +92,6 @@ def model_files(
     local = Path(path or "").expanduser()
     if path is None or not os.path.isdir(local):  # still to be made, or downloaded; or a name that is too long
         return {"files": files}
-    if local.parent == cache_home():
-        return {"files": files, "made": {key: str(local)}}
     return {"files": {**files, key: str(local.absolute())}}
 
 

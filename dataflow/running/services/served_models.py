@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 from loguru import logger
 
-from dataflow.cluster.joined import own_address
 from dataflow.config.reward import JudgeConfig, Source, asked_of, model_of, source_of, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, ModelError, RunError, counted, nearest
 from dataflow.executors.base import Executor
+from dataflow.executors.ray.connection import own_address
 from dataflow.files import no_file
 from dataflow.models.directory import chat_template, check_chat, check_classifier, room_of
 from dataflow.models.head import labels_of

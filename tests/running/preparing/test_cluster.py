@@ -16,9 +16,22 @@ from dataflow.running.services.hosting import REPLICAS
 from dataflow.stage import Hosted
 
 Asked = Callable[..., str]
+UNLABELLED: dict[str, object] = {"Labels": {}}
 NODES = [
-    {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
-    {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
+    {
+        "NodeID": "a",
+        "NodeManagerAddress": "10.0.0.1",
+        "Alive": True,
+        "Labels": {},
+        "Resources": {"CPU": 8.0, "GPU": 2.0},
+    },
+    {
+        "NodeID": "b",
+        "NodeManagerAddress": "10.0.0.2",
+        "Alive": True,
+        "Labels": {},
+        "Resources": {"CPU": 8.0, "GPU": 2.0},
+    },
     {"NodeID": "c", "NodeManagerAddress": "10.0.0.3", "Alive": False, "Resources": {"GPU": 8.0}},
 ]
 ANSWER = json.dumps({"nodes": NODES, "free": {"CPU": 15.0, "GPU": 1.0}})

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.cluster.process import DEATH_REASON
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.naming import JUDGE, SERVED
 from dataflow.running.services.agent import _frozen_exit, build_agent, check_reward, limits_of, retry_of
+from dataflow.system.frozen import DEATH_REASON
 
 pytestmark = pytest.mark.timeout(60)
 

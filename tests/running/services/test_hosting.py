@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dataflow.cluster.shared_paths import SharedPaths
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
 from dataflow.errors import ConfigError, UserError
+from dataflow.executors.ray.paths import SharedPaths
 from dataflow.running.preparing.prompts import settle_trained
 from dataflow.running.services.hosting import (
     HF,

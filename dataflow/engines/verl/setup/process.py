@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dataflow.cluster.process import NODE_ADDRESS
-from dataflow.system.loopback import ADDRESS, is_loopback, stay_on
+from dataflow.system.loopback import ADDRESS, NODE_ADDRESS, is_loopback, stay_on
 
 if TYPE_CHECKING:
     from verl.workers.engine_workers import TrainingWorker

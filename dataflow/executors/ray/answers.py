@@ -146,7 +146,7 @@ def _trace(error: BaseException, inner: BaseException) -> str:
     """Returns Ray's traceback of a worker's exception; "" if that is a sentence of ours and no frame is the user's."""
     text = _COLOURS.sub("", str(error))
     packages = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    libraries = ("<frozen ", str(Path(__file__).parents[1]), *packages)
+    libraries = ("<frozen ", str(Path(__file__).parents[2]), *packages)
     if isinstance(inner, DataflowError) and all(file.startswith(libraries) for file in _FRAMES.findall(text)):
         return ""
     return shortened(text)

@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 
-from dataflow.cluster.gpus import Gpus
 from dataflow.engines import choice
 from dataflow.engines.base import Sampling
 from dataflow.engines.choice import vllm_device
@@ -22,6 +21,7 @@ from dataflow.engines.replicas.engine import Replicas
 from dataflow.errors import ConfigError, RunError
 from dataflow.executors.ray import RayExecutor
 from dataflow.executors.ray import executor as ray_executor
+from dataflow.executors.ray.nodes import Places
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.models.tiny import tiny_model
 from pipelines import gsm8k_grpo
@@ -144,7 +144,7 @@ def test_shares_that_are_put_on_one_gpu_end_with_the_fix(tmp_path: Path) -> None
 
 def test_a_part_of_a_second_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"1\.5 GPUs for a process: Ray shares one GPU, not several"):
-        Gpus(1.5)
+        Places(1, 1.5)
 
 
 def test_without_gpus_the_hosts_ask_for_none() -> None:
@@ -165,7 +165,7 @@ def test_more_gpus_than_there_are_end_with_the_fix(monkeypatch: pytest.MonkeyPat
         finally:
             await executor.close()
 
-    with pytest.raises(RunError, match="not up after 5 s; it needs 3 GPUs, and the cluster can give it 2"):
+    with pytest.raises(RunError, match="not up after 5 s; it needs 3 GPUs, and the nodes can give it 2"):
         asyncio.run(body())
 
 
@@ -228,12 +228,12 @@ def test_vllm_over_several_shared_gpus_uses_processes_of_its_own() -> None:
                 return str(error.__cause__)
             return "it started"
 
-    gpus = Gpus(0.3, 2)
+    places = Places(1, 0.3, 2)
     try:
-        engine = ray.remote(Engine).options(**gpus.options).remote()
+        engine = ray.remote(Engine).options(**places.options[0]).remote()
         assert ray.get(engine.backend.remote(str(tiny_model())), timeout=100) == "mp"
     finally:
-        gpus.release()
+        places.release()
 
 
 def test_a_machine_without_gpus_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from dataflow.cluster.nodes import Node, NodeRule, lacking, nodes_of
+from dataflow.executors.ray.nodes import Node, NodeRule, alive, lacking
 
 CPU = {"CPU": 0.001}
 
 
 def node(address: str, cpus: float = 4, gpus: float = 0, **labels: str) -> Node:
     own = {"ray.io/node-id": f"id of {address}", **labels}
-    return Node(f"id of {address}", address, own, {"CPU": cpus} | ({"GPU": gpus} if gpus else {}))
+    resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    return {"NodeID": own["ray.io/node-id"], "NodeManagerAddress": address, "Labels": own, "Resources": resources}
 
 
 CLUSTER = [
@@ -37,9 +38,8 @@ CLUSTER = [
     ],
 )
 def test_a_rule_that_the_cluster_can_keep_lacks_nothing(rule: NodeRule, number: int, bundle: dict[str, float]) -> None:
-    said = lacking(rule, number, bundle, CLUSTER)
-    assert said == ("no node with the label role=!in(train,agents), ray.io/node-id=id of 10.0.0.1 has a CPU for Ray's "
-                    "actors" if not number else "")  # fmt: skip
+    labels = "role=!in(train,agents), ray.io/node-id=id of 10.0.0.1"
+    assert lacking(rule, number, bundle, CLUSTER) == ("" if number else f"no node with the label {labels} has a CPU")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_rule_that_the_cluster_can_keep_lacks_nothing(rule: NodeRule, number: 
             NodeRule({"role": "rollout"}),
             1,
             CPU,
-            "no node of the cluster has the label role=rollout (it has 10.0.0.1: none; 10.0.0.2: role=train; "
+            "no node of the cluster has the label role=rollout (it has 10.0.0.1: no label; 10.0.0.2: role=train; "
             "10.0.0.3: role=train; 10.0.0.4: role=agents)",
         ),
         (NodeRule({"role": "agents"}), 1, {"GPU": 0.3}, "no node with the label role=agents has 0.3 GPUs"),
@@ -71,7 +71,7 @@ def test_a_rule_that_the_cluster_can_keep_lacks_nothing(rule: NodeRule, number: 
             {"GPU": 0.6},
             "it needs 16.2 GPUs, and the nodes with the label role=train can give it 15.6",
         ),
-        (NodeRule(), 17, {"GPU": 1}, "it needs 17 GPUs, and the cluster can give it 16"),
+        (NodeRule(), 17, {"GPU": 1}, "it needs 17 GPUs, and the nodes can give it 16"),
         (NodeRule({"role": "agents"}), 1, {"GPU": 1.0}, "no node with the label role=agents has 1 GPU"),
     ],
 )
@@ -88,4 +88,4 @@ def test_nodes_that_are_gone_are_left_out() -> None:
         {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 1.0}, "Labels": {}},
         {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": False, "Resources": {}, "Labels": None},
     ]
-    assert [each.id for each in nodes_of(rows)] == ["a"]
+    assert [each["NodeID"] for each in alive(rows)] == ["a"]

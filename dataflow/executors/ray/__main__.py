@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, prints what it has as JSON, and leaves it: `python -m dataflow.cluster ADDRESS`.
+"""Joins a Ray cluster, prints what it has as JSON, and leaves it: `python -m dataflow.executors.ray ADDRESS`.
 
 A process of its own, since Ray may retry for minutes and can then only be killed. Only a dry run starts it.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import sys
 
-from dataflow.cluster.joined import JoinedRay
 from dataflow.errors import ConfigError
+from dataflow.executors.ray.connection import JoinedRay
 
 
 def main(address: str) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.cluster.frozen import frozen_exit
-from dataflow.cluster.process import DEATH_REASON
+from dataflow.system.frozen import DEATH_REASON, frozen_exit
 
 pytestmark = pytest.mark.timeout(60)
 
 PROGRAM = """
 import asyncio, re, sys, threading, time
-from dataflow.cluster.frozen import frozen_exit
+from dataflow.system.frozen import frozen_exit
 
 def backtrack():
     re.match(r"(a+)+$", "a" * 60 + "b")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from loguru import logger
 
-from dataflow.cluster.log import KeptLines, log_lines
+from dataflow.executors.ray.logs import KeptLines, log_lines
 
 
 @pytest.fixture

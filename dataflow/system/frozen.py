@@ -10,7 +10,8 @@ import faulthandler
 import os
 from contextlib import suppress
 
-from dataflow.cluster.process import DEATH_REASON
+DEATH_REASON = "DATAFLOW_DEATH_REASON"
+"""The environment variable that names the file for the reason why a service's process has frozen and was ended."""
 
 _watching: list[FrozenExit] = []  # one watchdog serves all: the process ends whichever armed it last
 

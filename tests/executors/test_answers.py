@@ -6,8 +6,8 @@ import traceback
 
 import pytest
 
-from dataflow.cluster.answer import GONE, answer_to, cause, died, last_words, peer_lost, unreachable, value_lost
 from dataflow.errors import RewardFailed, RunError, ServiceLost
+from dataflow.executors.ray.answers import GONE, answer_to, cause, died, last_words, peer_lost, unreachable, value_lost
 
 pytestmark = pytest.mark.heavy
 
