@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NAME = "PYTHONSAFEPATH"
 _OURS = "dataflow"  # any text enables it; this one differs from a user's setting
-_lock = threading.Lock()
-_open = 0
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -28,19 +25,12 @@ def safe_path() -> Iterator[None]:
     """Excludes the working directory from the imports of Python processes that libraries start within the block.
 
     These processes, and those that they start, inherit an environment variable; :func:`restore_path` removes it there.
-    May be nested and used by several threads.
     """
-    global _open
-    with _lock:
-        _open += 1
-        os.environ.setdefault(_NAME, _OURS)
+    os.environ.setdefault(_NAME, _OURS)
     try:
         yield
     finally:
-        with _lock:
-            _open -= 1
-            if not _open:
-                _remove()
+        restore_path()
 
 
 def restore_path() -> None:
@@ -49,12 +39,6 @@ def restore_path() -> None:
     This process and those that its multiprocessing starts are not affected. Programs that user code starts can import
     the modules beside them again.
     """
-    with _lock:
-        if not _open:
-            _remove()
-
-
-def _remove() -> None:
     if os.environ.get(_NAME) == _OURS:
         del os.environ[_NAME]
 

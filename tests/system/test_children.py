@@ -149,7 +149,7 @@ def test_a_program_that_user_code_starts_finds_the_modules_beside_it(tmp_path: P
 
 def test_a_setting_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    with children.safe_path(), children.safe_path():
+    with children.safe_path():
         pass
     children.restore_path()
     assert os.environ["PYTHONSAFEPATH"] == "1"
