@@ -24,19 +24,21 @@ Texts = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str
 class EngineConfig(Section):
     """Rollout: how responses are sampled."""
 
-    rollout: Literal["auto", "hf", "vllm", "server"] = "auto"
+    rollout: Literal["auto", "hf", "vllm", "http"] = "auto"
     """Rollout engine: hf (transformers), vllm, auto (vLLM if it is installed for this device and faster on it), or
-    server: inference servers that run elsewhere."""
+    http: inference servers that run elsewhere."""
     urls: Texts = Field(default=[])
-    """Addresses of vLLM's OpenAI servers, or SGLang's, http://host:port (server)."""
+    """Addresses of vLLM's OpenAI servers, or SGLang's, http://host:port (http)."""
     api_key_env: Text | None = None
-    """Environment variable that holds the API key of these servers (server)."""
+    """Environment variable that holds the API key of these servers (http)."""
     request_timeout: PositiveFloat = 600.0
-    """Seconds that a server may take for a sample, or to load weights (server)."""
+    """Seconds that a server may take for a sample, or to load weights (http)."""
+    request_tries: PositiveInt = 4
+    """Tries of a sample, at all servers together; rejections for load are not counted (http)."""
     server_wait: PositiveFloat = 300.0
-    """Seconds that the run waits while a server does not answer at its start, or later none of them (server)."""
+    """Seconds that the run waits while a server does not answer at its start, or later none of them (http)."""
     weights_dir: Text | None = None
-    """Directory for new weights that the run and the servers can read; null for runs/NAME/weights (server)."""
+    """Directory for new weights that the run and the servers can read; null for runs/NAME/weights (http)."""
     n: PositiveInt = 8
     """Responses per prompt."""
     temperature: NonNegativeFloat = 1.0
@@ -60,26 +62,28 @@ class EngineConfig(Section):
     tensor_parallel: PositiveInt = 1
     """GPUs that one engine's model is split over (vllm)."""
     max_num_seqs: PositiveInt = 256
-    """Samples that are decoded at once (vllm), or requests in flight at one server (server)."""
+    """Samples that are decoded at once (vllm), or requests in flight at one server (http)."""
     kv_cache_gb: PositiveFloat | None = None
     """Memory for the KV cache (vllm); null: 0.25 on a CPU, on a GPU what engine.gpu_memory leaves."""
     gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the GPU's memory that weights and KV cache may take (vllm); null: 0.6 of a GPU that the trainer shares,
     0.9 of the engine's own."""
     in_flight: Literal["wait", "abort"] = "wait"
-    """What a weight sync does with samples in flight: wait, or restart them with the new weights (vllm, server)."""
+    """What a weight sync does with samples in flight: wait, or restart them with the new weights (vllm, http)."""
     restarts: NonNegativeInt = 2
     """How often the engine may be rebuilt after its process died; lost samples are then repeated."""
 
     @model_validator(mode="after")
     def _keys_of_servers(self) -> EngineConfig:
-        from dataflow.engines.servers.connect import check_urls
+        from dataflow.engines.http.check import check_urls
 
-        if self.rollout == "server":
+        if self.rollout == "http":
             check_urls(self.urls)
-        of_servers, of_engines = "has no effect without engine.rollout=server", "is a setting of the servers themselves"
-        unread = dict.fromkeys(("urls", "api_key_env", "request_timeout", "server_wait", "weights_dir"), of_servers)
-        if self.rollout == "server":
+        of_servers, of_engines = "has no effect without engine.rollout=http", "is a setting of the servers themselves"
+        unread = dict.fromkeys(
+            ("urls", "api_key_env", "request_timeout", "request_tries", "server_wait", "weights_dir"), of_servers
+        )
+        if self.rollout == "http":
             unread = dict.fromkeys(("replicas", "tensor_parallel", "kv_cache_gb", "gpu_memory"), of_engines)
         for key, why in unread.items():
             if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):

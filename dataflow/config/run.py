@@ -208,7 +208,7 @@ class RunConfig(BaseConfig):
     @property
     def gpus(self) -> int:
         """See :attr:`BaseConfig.gpus`: those of the trainer, of engines apart and of reward models on their own."""
-        own = self.placement == "disaggregated" and self.engine.rollout != "server"
+        own = self.placement == "disaggregated" and self.engine.rollout != "http"
         engines = self.engine.replicas * self.engine.tensor_parallel if own else 0
         served = [m for m in self.reward.models.values() if m.url is None and m.placement == "own"]
         return self.trainer.world_size + engines + sum(m.replicas * m.tensor_parallel for m in served)
@@ -248,11 +248,11 @@ class RunConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _servers_are_apart(self) -> RunConfig:
-        if self.engine.rollout != "server":
+        if self.engine.rollout != "http":
             return self
         if self.placement == "colocated" and "placement" in self.model_fields_set:
             raise ConfigError(
-                "placement=colocated: the servers of engine.rollout=server do not share the trainer's GPUs; give "
+                "placement=colocated: the servers of engine.rollout=http do not share the trainer's GPUs; give "
                 "placement=disaggregated, or leave it out."
             )
         self.placement = "disaggregated"

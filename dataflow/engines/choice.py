@@ -7,7 +7,7 @@ import importlib.util
 
 from dataflow.errors import ConfigError, nearest
 
-ENGINES = ("hf", "vllm", "server")
+ENGINES = ("hf", "vllm", "http")
 SMALL = 10_000_000
 """Parameters below which transformers samples faster than vLLM on a CPU; it starts 10 s sooner, too.
 
@@ -19,7 +19,7 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu", par
     """Returns which rollout engine that name means here, one of :data:`ENGINES`.
 
     Args:
-        name: ``hf``, ``vllm``, ``server``, or ``auto`` for vLLM if it can be used, and is faster with a model of that
+        name: ``hf``, ``vllm``, ``http``, or ``auto`` for vLLM if it can be used, and is faster with a model of that
             size.
         own_process: whether the engine has a process of its own. vLLM needs one, since it changes the number of
             threads and the garbage collector of its process.

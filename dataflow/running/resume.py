@@ -25,8 +25,8 @@ from dataflow.running.session import Session
 Made = TypeVar("Made")
 MAY_CHANGE = (
     "checkpoint", "engine.api_key_env", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs",
-    "engine.replicas", "engine.request_timeout", "engine.restarts", "engine.server_wait", "engine.urls",
-    "engine.weights_dir", "executor", "judge.api_key_env", "judge.latency", "judge.max_cost",
+    "engine.replicas", "engine.request_timeout", "engine.request_tries", "engine.restarts", "engine.server_wait",
+    "engine.urls", "engine.weights_dir", "executor", "judge.api_key_env", "judge.latency", "judge.max_cost",
     "judge.max_tokens", "judge.price_per_million", "judge.time_scale", "judge.timeout", "judge.url", "profile", "ray",
     "resume", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline",
     "reward.endpoints", "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned",

@@ -14,20 +14,20 @@ from dataflow.running.services.hosting import gpus_of, pools_of
 from dataflow.running.services.servers import SERVERS
 from dataflow.system.secrets import MASK
 
-SERVER = ["engine.rollout=server", "engine.urls=[http://a:8000,http://b:8000]"]
+HTTP = ["engine.rollout=http", "engine.urls=[http://a:8000,http://b:8000]"]
 
 
 def test_servers_have_gpus_of_their_own() -> None:
-    config = parse_overrides(RunConfig, [*SERVER, "ray.gpus_per_worker=1", "trainer.world_size=2"])
+    config = parse_overrides(RunConfig, [*HTTP, "ray.gpus_per_worker=1", "trainer.world_size=2"])
     assert config.placement == "disaggregated"
     assert config.gpus == 2
     pools = pools_of(config)
     assert (pools.training, pools.sampling, pools.engine_gpus) == ("train", "rollout", 0)
-    assert parse_overrides(RunConfig, [*SERVER, "placement=disaggregated"]).placement == "disaggregated"
+    assert parse_overrides(RunConfig, [*HTTP, "placement=disaggregated"]).placement == "disaggregated"
 
 
 def test_a_saved_configuration_can_be_read_again() -> None:
-    config = parse_overrides(RunConfig, [*SERVER, "engine.api_key_env=KEY"])
+    config = parse_overrides(RunConfig, [*HTTP, "engine.api_key_env=KEY"])
     saved = yaml.safe_load(dump_yaml(config))
     assert saved["engine"]["urls"] == ["http://a:8000", "http://b:8000"]
     again = RunConfig.model_validate({key: value for key, value in saved.items() if key != "origin"})
@@ -35,7 +35,7 @@ def test_a_saved_configuration_can_be_read_again() -> None:
 
 
 def test_passwords_in_addresses_are_masked() -> None:
-    text = dump_yaml(parse_overrides(RunConfig, ["engine.rollout=server", "engine.urls=http://me:hush-hush-2@a:8000"]))
+    text = dump_yaml(parse_overrides(RunConfig, ["engine.rollout=http", "engine.urls=http://me:hush-hush-2@a:8000"]))
     assert "hush-hush-2" not in text
     assert MASK in text
 
@@ -43,13 +43,13 @@ def test_passwords_in_addresses_are_masked() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["engine.rollout=server"], r"engine\.rollout=server needs the servers' addresses; give engine\.urls="),
-        (["engine.rollout=server", "engine.urls=a:80"], r"engine\.urls: a:80 is not an address"),
-        (["engine.urls=http://a:80"], r"engine\.urls has no effect without engine\.rollout=server; leave it out"),
-        (["engine.server_wait=3"], r"engine\.server_wait has no effect without engine\.rollout=server"),
-        ([*SERVER, "engine.replicas=2"], r"engine\.replicas is a setting of the servers themselves; leave it out"),
-        ([*SERVER, "engine.gpu_memory=0.9"], r"engine\.gpu_memory is a setting of the servers themselves"),
-        ([*SERVER, "placement=colocated"], r"placement=colocated: the servers of engine\.rollout=server do not share"),
+        (["engine.rollout=http"], r"engine\.rollout=http needs the servers' addresses; give engine\.urls="),
+        (["engine.rollout=http", "engine.urls=a:80"], r"engine\.urls: a:80 is not an address"),
+        (["engine.urls=http://a:80"], r"engine\.urls has no effect without engine\.rollout=http; leave it out"),
+        (["engine.server_wait=3"], r"engine\.server_wait has no effect without engine\.rollout=http"),
+        ([*HTTP, "engine.replicas=2"], r"engine\.replicas is a setting of the servers themselves; leave it out"),
+        ([*HTTP, "engine.gpu_memory=0.9"], r"engine\.gpu_memory is a setting of the servers themselves"),
+        ([*HTTP, "placement=colocated"], r"placement=colocated: the servers of engine\.rollout=http do not share"),
     ],
 )
 def test_keys_that_do_not_fit(arguments: list[str], message: str) -> None:
@@ -59,7 +59,7 @@ def test_keys_that_do_not_fit(arguments: list[str], message: str) -> None:
 
 def test_the_host_of_the_servers() -> None:
     module = load_pipeline_file("pipelines/gsm8k_grpo.py")
-    arguments = [*SERVER, "name=x", "engine.max_num_seqs=9", "engine.in_flight=abort", "ray.gpus_per_worker=1"]
+    arguments = [*HTTP, "name=x", "engine.max_num_seqs=9", "engine.in_flight=abort", "ray.gpus_per_worker=1"]
     config = parse_overrides(module.Config, arguments)
     hosts = pipeline_of(module, config).hosts()
     host = hosts["rollout"]
@@ -80,6 +80,6 @@ def test_the_host_of_the_servers() -> None:
 
 def test_temperatures_that_servers_do_not_take() -> None:
     module = load_pipeline_file("pipelines/gsm8k_grpo.py")
-    config = parse_overrides(module.Config, [*SERVER, "engine.temperature=0.005"])
+    config = parse_overrides(module.Config, [*HTTP, "engine.temperature=0.005"])
     with pytest.raises(ConfigError, match=r"engine\.temperature=0\.005: inference servers take 0 \(greedy\) or 0\.01"):
         pipeline_of(module, config)

@@ -54,7 +54,7 @@ OTHERS = {
     ("docs/rewards.md", "(0,) [1.0, 0.0]"): "output: test_docs_rewards.py",
     ("docs/rewards.md", "first [1.0, 0.0]"): "output: test_docs_rewards.py",
     ("docs/rewards.md", "-- why requests"): "SQL: test_docs_rewards.py",
-    ("docs/rollout.md", "VLLM_SERVER_DEV_MODE"): "starts a server: tests/engines/servers/test_vllm_server.py",
+    ("docs/rollout.md", "VLLM_SERVER_DEV_MODE"): "starts a server: tests/engines/http/test_vllm_server.py",
     ("docs/timeline.md", "GPU pool idle"): "output of the trace of the README, compared below",
     ("docs/timeline.md", "gpu     R1===="): "output, shortened: tests/timeline/test_downtime.py",
     ("docs/timeline.md", "profiled (profile"): "output, shortened: tests/timeline/test_profiles.py",

@@ -34,9 +34,7 @@ def tokens_of(held: str, prompt: Sequence[int], seed: int, most: int, size: int,
 
 
 def held_of(directory: Path) -> str:
-    """Returns what stands for the weights in a directory: a note, else the sum of all numbers."""
-    if (note := directory / "note").exists():
-        return note.read_text()
+    """Returns what stands for the weights in a directory: the sum of all numbers."""
     from safetensors.numpy import load_file
 
     total = sum(float(value.astype("float64").sum()) for value in load_file(directory / "model.safetensors").values())
@@ -52,7 +50,7 @@ class FakeServer:
         root: directory or name of the model that it says it serves.
         fault: of the n-th request for a sample: "" for none, ``die``, ``hang``, ``half``, ``short`` (a log-prob is
             missing), ``abort``, or a status, maybe with the seconds of its Retry-After: ``429 0.1``.
-        key: that requests must have.
+        key: the header ``Authorization`` that requests must have.
 
     Attributes:
         url: of the server; the same after a restart.
@@ -78,6 +76,8 @@ class FakeServer:
         self.text_tokens: Callable[[str], list[int]] = lambda text: [len(text)]
         self._port = 0
         self._thread: threading.Thread | None = None
+        self._held_back: asyncio.Event | None = None
+        self._aborts = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -112,6 +112,17 @@ class FakeServer:
         self.stop()
         self.start()
 
+    def hold(self) -> Callable[[], None]:
+        """Makes all requests for samples hang from now on, until the function that this returns is called."""
+        self._held_back = finish = asyncio.Event()
+        return lambda: self._loop.call_soon_threadsafe(finish.set) and None
+
+    def abort(self) -> None:
+        """Ends all requests for samples that are in flight."""
+        self._aborts += 1
+        if self._held_back is not None:
+            self._held_back.set()
+
     def _die(self) -> None:
         for transport in self._transports:
             transport.abort()
@@ -136,7 +147,7 @@ class FakeServer:
     async def _route(self, request: web.Request) -> web.StreamResponse:
         if request.transport is not None:
             self._transports.add(request.transport)
-        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+        if self.key and request.headers.get("Authorization") != self.key:
             return web.json_response({"error": "Unauthorized"}, status=401)
         body = json.loads(await request.read() or b"{}")
         found = self.answer(request.method, request.path, body)
@@ -150,11 +161,13 @@ class FakeServer:
 
     async def _sample(self, request: web.Request, sample: _Sample) -> web.StreamResponse:
         self.asked.append(sample.body)
-        what = self.fault(len(self.asked) - 1)
+        what, aborts = self.fault(len(self.asked) - 1), self._aborts
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             await asyncio.sleep(0.002)
+            if self._held_back is not None:
+                await self._held_back.wait()
             if what == "die":
                 self._die()
                 await asyncio.sleep(1)
@@ -165,7 +178,7 @@ class FakeServer:
                 headers = {"Retry-After": wait} if wait else {}
                 return web.json_response({"error": {"message": "not now"}}, status=int(status), headers=headers)
             tokens = tokens_of(self.held, sample.prompt, sample.seed, sample.most, self.size, self.ends)
-            finish = "abort" if what == "abort" else self.finish(tokens, sample.most)
+            finish = "abort" if what == "abort" or aborts < self._aborts else self.finish(tokens, sample.most)
             text = json.dumps(self.reply(tokens, finish, what == "short")).encode()
             if what == "half":
                 reply = web.StreamResponse(headers={"Content-Length": str(len(text))})
@@ -209,12 +222,8 @@ class FakeVllm(FakeServer):
         """See :meth:`FakeServer.answer`."""
         if path == "/v1/completions":
             prompt = body["prompt"]
-            if max(prompt) >= self.size:
-                return 400, {"error": {"message": f"Token id {max(prompt)} is out of vocabulary", "code": 400}}
             if len(prompt) + body["max_tokens"] > self.longest:
                 return 400, {"error": {"message": f"This model's maximum context length is {self.longest}"}}
-            if "seed" not in body:  # the probe of the vocabulary
-                return self.reply([0], "length", False)
             return _Sample(body, prompt, body["seed"], body["max_tokens"])
         self.calls.append(path)
         if path == "/version":
@@ -245,11 +254,13 @@ class FakeVllm(FakeServer):
             self.held = held_of(Path(body["kwargs"]["weights_path"]))
         elif path in ("/pause", "/resume"):
             self.paused = path == "/pause"
+            if self.paused:
+                self.abort()
         elif path == "/update_weight_version":
             self.label = body["new_version"]
-        elif path not in ("/collective_rpc", "/is_paused", "/weight_info", "/reset_prefix_cache"):
+        elif path not in ("/collective_rpc", "/weight_info", "/reset_prefix_cache"):
             return None
-        return {"success": True, "is_paused": self.paused, "weight_version": self.label, "results": [None]}
+        return {"weight_version": self.label, "results": [None]}
 
     def reply(self, tokens: list[int], finish: str, short: bool) -> dict[str, Any]:
         """See :meth:`FakeServer.reply`."""
@@ -259,13 +270,11 @@ class FakeVllm(FakeServer):
             "logprobs": {"token_logprobs": log_probs},
             "finish_reason": finish,
         }
-        return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
+        return {"choices": [choice]}
 
 
 class FakeSglang(FakeServer):
-    """SGLang's server; an ``old`` one has its pages at their earlier addresses."""
-
-    old = False
+    """SGLang's server."""
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
         """See :meth:`FakeServer.answer`."""
@@ -273,13 +282,16 @@ class FakeSglang(FakeServer):
             options = body["sampling_params"]
             return _Sample(body, body["input_ids"], options["sampling_seed"], options["max_new_tokens"])
         self.calls.append(path)
-        if path == ("/get_model_info" if self.old else "/model_info"):
+        if path == "/model_info":
             return {"model_path": self.root, "weight_version": self.label, "is_generation": True}
-        if path == ("/get_server_info" if self.old else "/server_info"):
+        if path == "/tokenize":
+            return {"tokens": self.text_tokens(body["prompt"])}
+        if path == "/server_info":
             return {"context_length": self.longest, "version": "0.5.6"}
         if path == "/update_weights_from_disk":
             if self.broken:
                 return 400, {"success": False, "message": self.broken}
+            self.abort()
             self.held, self.label = held_of(Path(body["model_path"])), body["weight_version"]
             return {"success": True, "message": "Succeeded to update model weights."}
         return None
@@ -290,12 +302,10 @@ class FakeSglang(FakeServer):
 
     def reply(self, tokens: list[int], finish: str, short: bool) -> dict[str, Any]:
         """See :meth:`FakeServer.reply`."""
-        pairs = [[-0.5, token, None] for token in tokens][: len(tokens) - short]
+        pairs = [[-0.5, token, None] for token in tokens]
+        pairs[-1][0] = None if short else -0.5
         facts = {
             "finish_reason": {"type": finish},
-            "completion_tokens": len(tokens),
-            "cached_tokens": 3,
-            "weight_version": self.label,
             "output_token_logprobs": pairs,
         }
         return {"text": "", "output_ids": tokens, "meta_info": facts}

@@ -179,7 +179,7 @@ class Preparation:
                 yield Check("inputs", lambda: self._take({**prompts.fields(), **own}), ("inputs",))
         if any(model.given_urls for model in config.reward.models.values()):
             yield Check("model servers", self._check_servers)
-        if config.engine.rollout == "server" and (not built or "rollout" in hosts):
+        if config.engine.rollout == "http" and (not built or "rollout" in hosts):
             # On other nodes it is the engine that looks: this machine need not have the directory.
             if (directory := config.engine.weights_dir) and "rollout" not in config.ray.nodes:
                 yield Check("weights directory", partial(check_weights_directory, directory))

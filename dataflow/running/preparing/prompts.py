@@ -297,10 +297,8 @@ def check_images(config: RunConfig) -> None:
         raise ConfigError(
             f"engine.tensor_parallel={workers}: {takes}, which vLLM's processes cannot load on a CPU; use 1."
         )
-    if config.engine.rollout == "server":
-        raise ConfigError(
-            f"engine.rollout=server: {takes}, which are not sent to servers yet; use engine.rollout=vllm."
-        )
+    if config.engine.rollout == "http":
+        raise ConfigError(f"engine.rollout=http: {takes}, which are not sent to servers yet; use engine.rollout=vllm.")
     if config.tools.offered:
         raise ConfigError(f"tools: {takes}, and conversations cannot show any yet; leave out the tools.")
     for name in type(config).model_fields:

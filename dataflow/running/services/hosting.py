@@ -109,7 +109,7 @@ def pools_of(config: Any, *, critic: bool = False) -> Pools:
         )
     trainer_share, critic_share, engine_share = SHARES[config.placement, critic]
     training, sampling = ("train", "rollout") if apart else ("gpu", "gpu")
-    if config.engine.rollout == "server":
+    if config.engine.rollout == "http":
         engine_share = 0.0  # their GPUs are elsewhere
     return Pools(training, sampling, gpus * trainer_share, gpus * engine_share, gpus * critic_share)
 
@@ -343,7 +343,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             raise ConfigError(f"{key}.temperature={value:g}: {why}.")
     # The prompt of a later turn includes the turns before it.
     turns = config.tools.max_response_tokens if config.tools.offered else 0
-    if kind == "server":
+    if kind == "http":
         return servers_host(config, config.data.max_prompt_length + turns)
     options: dict[str, Any] = {
         "model": config.model.path,

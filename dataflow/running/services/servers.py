@@ -14,7 +14,7 @@ from dataflow.files import unmakable
 from dataflow.running.services.nodes import model_files
 from dataflow.stage import Hosted
 
-SERVERS = "dataflow.engines.servers.engine:ServerRollout"
+SERVERS = "dataflow.engines.http.engine:HttpRollout"
 _UNNAMED = uuid.uuid4().hex
 """Stands for the runs without a name of this process."""
 
@@ -23,7 +23,7 @@ def servers_host(config: Any, longest_prompt: int) -> Hosted:
     """Returns the host of the client of inference servers, named ``rollout``.
 
     Args:
-        config: a :class:`~dataflow.config.run.RunConfig` with ``engine.rollout=server``.
+        config: a :class:`~dataflow.config.run.RunConfig` with ``engine.rollout=http``.
         longest_prompt: tokens of a prompt, earlier turns of its conversation included.
     """
     draw = config.engine
@@ -40,6 +40,7 @@ def servers_host(config: Any, longest_prompt: int) -> Hosted:
             "api_key_env": draw.api_key_env,
             "slots": draw.max_num_seqs,
             "timeout": draw.request_timeout,
+            "tries": draw.request_tries,
             "wait": draw.server_wait,
             "weights_dir": own,
             "in_flight": draw.in_flight,
@@ -74,21 +75,18 @@ def _weights_directory(config: Any) -> str | None:
 
 
 def check_rollout_servers(config: Any, patience_s: float | None) -> str:
-    """Checks that the servers answer and serve the model of the run, and that its weights can go where they shall.
+    """Checks that the servers answer and serve the model of the run.
 
     Args:
-        config: a :class:`~dataflow.config.run.RunConfig` with ``engine.rollout=server``.
+        config: a :class:`~dataflow.config.run.RunConfig` with ``engine.rollout=http``.
         patience_s: seconds in which they shall answer; None for ``engine.server_wait``.
 
     Raises:
-        ConfigError: one does not answer, or cannot serve the run, or other files are where the weights shall be.
+        ConfigError: one does not answer, or cannot serve the run.
         NotChecked: they answer, but the model of the run, which theirs is compared with, is still to be made.
     """
-    from dataflow.engines.servers.probe import check_servers
-    from dataflow.engines.servers.weights_files import check_directory
+    from dataflow.engines.http.check import check_servers
 
-    if own := _weights_directory(config):
-        check_directory(Path(own))
     draw, model = config.engine, config.model.path
     here = model is not None and Path(model, "config.json").is_file()
     wait_s = draw.server_wait if patience_s is None else patience_s

@@ -440,7 +440,7 @@ def test_a_configuration_file_is_checked_too(dry: Dry, keys: dict[str, Any], tmp
 
 
 def test_no_password_is_shown(dry: Dry) -> None:
-    keys = ("engine.rollout=server", "engine.urls=[http://me:hunter2secretZ@127.0.0.1:9]")
+    keys = ("engine.rollout=http", "engine.urls=[http://me:hunter2secretZ@127.0.0.1:9]")
     for more in ((), ("engine.api_key_env=x-hunter2secretZ",)):
         _code, found, _problems = dry(*keys, *more)
         assert "127.0.0.1:9" in found["configuration"]
@@ -448,14 +448,14 @@ def test_no_password_is_shown(dry: Dry) -> None:
 
 
 def test_servers_are_asked_before_the_model_is_there(dry: Dry) -> None:
-    code, found, problems = dry("engine.rollout=server", "engine.urls=[http://127.0.0.1:9]")
+    code, found, problems = dry("engine.rollout=http", "engine.urls=[http://127.0.0.1:9]")
     assert code == 2
     assert found["servers"].startswith("problem: engine.urls: http://127.0.0.1:9 does not answer within 0.1 s")
     assert len(problems) == 1
 
 
 def test_the_directory_of_weights_can_be_written_to(dry: Dry, tmp_path: Path) -> None:
-    keys = ("engine.rollout=server", "engine.urls=[http://127.0.0.1:9]")
+    keys = ("engine.rollout=http", "engine.urls=[http://127.0.0.1:9]")
     code, found, _problems = dry(*keys, "engine.weights_dir=/proc/nope")
     assert code == 2
     assert found["weights directory"].startswith("problem: engine.weights_dir=/proc/nope: /proc cannot be written")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dataflow.engines.base import Sampling
-from dataflow.engines.servers.engine import ServerRollout
-from dataflow.engines.servers.probe import check_servers
-from dataflow.engines.servers.vllm import EXTENSION
-from dataflow.engines.servers.weights_files import WeightsFiles
+from dataflow.engines.http import engine as engine_module
+from dataflow.engines.http.check import check_servers
+from dataflow.engines.http.engine import HttpRollout
+from dataflow.engines.http.vllm import EXTENSION
 from dataflow.errors import ConfigError, DataError, RunError
 from dataflow.rewards.models.server import flags, server_environment
 from dataflow.system.children import command
@@ -55,9 +55,9 @@ def url(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server.url
 
 
-def opened(url: str, paths: list[str], place: Path, **options: Any) -> ServerRollout:
+def opened(url: str, paths: list[str], place: Path, **options: Any) -> HttpRollout:
     """Returns a client of the server."""
-    return ServerRollout(paths[0], P, [url], Sampling(), P + R, weights_dir=str(place / "weights"), **options)
+    return HttpRollout(paths[0], P, [url], Sampling(), P + R, weights_dir=str(place / "weights"), **options)
 
 
 def test_the_server_follows_syncs_of_a_tied_model(url: str, paths: list[str], tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_the_server_follows_syncs_of_a_tied_model(url: str, paths: list[str], tm
             # Nothing is left in flight by those that are dropped, nor by a sync that aborts.
             async for _sample in engine.generate(batch, CUT, seed=4):
                 break
-            engine._redraw = True
+            engine._in_flight = "abort"
             drawing = asyncio.ensure_future(_all(engine, batch))
             await asyncio.sleep(0.05)
             await engine.sync(dict(models[1].state_dict()), 3)
@@ -108,7 +108,7 @@ def test_the_server_follows_syncs_of_a_tied_model(url: str, paths: list[str], tm
     run(test())
 
 
-async def _all(engine: ServerRollout, batch: Any) -> list[Any]:
+async def _all(engine: HttpRollout, batch: Any) -> list[Any]:
     return [sample async for sample in engine.generate(batch, CUT, seed=5)]
 
 
@@ -125,7 +125,7 @@ def test_another_model_is_found_before_it_gets_weights(url: str, paths: list[str
     """After weights of another shape vLLM cannot load its own any more."""
 
     async def test() -> None:
-        engine = ServerRollout(paths[2], P, [url], Sampling(), P + R, weights_dir=str(tmp_path / "weights"))
+        engine = HttpRollout(paths[2], P, [url], Sampling(), P + R, weights_dir=str(tmp_path / "weights"))
         here = Path(paths[0], "config.json")
         hidden = here.rename(here.with_suffix(".hidden"))  # as on another machine
         try:
@@ -145,15 +145,12 @@ def test_another_model_is_found_before_it_gets_weights(url: str, paths: list[str
 def test_a_directory_that_the_server_cannot_read(
     url: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = WeightsFiles.write
-
-    def write(files: WeightsFiles, weights: Any, name: str) -> Path:
-        written(files, weights, name)
+    def write(*_facts: Any) -> Path:
         return tmp_path / "gone"
 
     async def test() -> None:
         engine = opened(url, paths, tmp_path)
-        monkeypatch.setattr(WeightsFiles, "write", write)
+        monkeypatch.setattr(engine_module, "write_weights", write)
         with pytest.raises(RunError, match=r"does not take the weights: .*it must .* read .*engine\.weights_dir"):
             await engine.sample([3, 4], GREEDY, (1, 2, 3))
         await engine.close()

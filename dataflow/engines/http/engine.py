@@ -1,0 +1,409 @@
+"""Rollout on inference servers that run elsewhere: samples over HTTP, new weights through files that both sides see.
+
+A sample depends on its seed and the weights alone, so one that fails is drawn again, on another server if possible. It
+counts only if its server has shown the label of the current weights, in the reply or after it: the label is new for
+each version, and a restart loses it. A server that fails, or shows another label, gets no samples until it holds the
+current weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from loguru import logger
+
+from dataflow.batch import Batch
+from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.choice import refused_temperature
+from dataflow.engines.http.check import clients, connect
+from dataflow.engines.http.least_load import LeastLoad
+from dataflow.engines.http.server import Client, ServerError, Wanted
+from dataflow.engines.http.sglang import SglangServer
+from dataflow.engines.http.vllm import VllmServer
+from dataflow.engines.http.weight_files import remove_weights, write_weights
+from dataflow.engines.samples import check_sampling, check_tokens, check_turn, prompt_ids, seed_of, to_batch
+from dataflow.engines.vocabulary import loading, read_vocabulary
+from dataflow.engines.weights import WeightNames
+from dataflow.errors import Aborted, ConfigError, DataError, RunError
+
+if TYPE_CHECKING:
+    import torch
+
+_INVALID = (400, 413, 422)
+"""Statuses of a request that the server cannot read, or whose prompt is too long."""
+_BACKOFF_S, _LONGEST_S = 0.5, 10.0
+
+
+@dataclass(eq=False)
+class _Server:
+    """A server as the engine sees it.
+
+    Attributes:
+        client: its HTTP client.
+        protocol: that it speaks, once it was connected.
+        loads: number of times that it was sent weights.
+        failures: in a row.
+        failure: the last one.
+        restoring: brings it back into use; None while it is in use.
+    """
+
+    client: Client
+    protocol: VllmServer | SglangServer | None = None
+    loads: int = 0
+    failures: int = 0
+    failure: str = "no answer"
+    restoring: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A sample that is asked for; ``seed`` is below 2**63, ``home`` is what groups and conversations have in common."""
+
+    group: int
+    index: int
+    prompt: list[int]
+    sampling: Sampling
+    seed: int
+    home: tuple[int, ...]
+
+
+class HttpRollout:
+    """A :class:`~dataflow.engines.base.RolloutEngine` over inference servers: vLLM's OpenAI server, or SGLang's.
+
+    The servers may serve anything before: with the first call they get the weights of ``model``, unless that call
+    brings others. They must not be used by another run at the same time. All calls must be made on one event loop.
+
+    Args:
+        model: directory of the actor, which the servers were started with.
+        max_prompt_length: P, tokens that a prompt may have.
+        urls: of the servers, maybe with a user name and a password.
+        sampling: of training, whose log-probs the servers must report.
+        max_model_len: tokens of prompt and response together.
+        api_key_env: environment variable that holds the servers' API key.
+        slots: requests in flight at one server.
+        timeout: seconds that a server may take for a sample, or to load weights.
+        tries: of a sample, at all servers together; rejections for load are not counted.
+        wait: seconds that samples may wait while no server takes them.
+        weights_dir: directory that the servers can read, too; None for a temporary one.
+        in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` draws them again.
+
+    Raises:
+        ConfigError: an address or the key is invalid, or the model takes images.
+        ModelError: the model's tokenizer or configuration cannot be read.
+    """
+
+    version: int
+
+    def __init__(
+        self,
+        model: str,
+        max_prompt_length: int,
+        urls: Sequence[str],
+        sampling: Sampling,
+        max_model_len: int,
+        api_key_env: str | None = None,
+        slots: int = 256,
+        timeout: float = 600.0,
+        tries: int = 4,
+        wait: float = 300.0,
+        weights_dir: str | None = None,
+        in_flight: Literal["wait", "abort"] = "wait",
+    ) -> None:
+        self.vocabulary, config = read_vocabulary(model)
+        check_turn(hasattr(config, "vision_config"))
+        with loading(model):
+            self._names = WeightNames.of_config(config)
+        self.version = 0
+        self._model, self._longest, self._in_flight = Path(model), max_prompt_length, in_flight
+        self._tries, self._wait_s = tries, wait
+        self._wanted = Wanted(model, self.vocabulary.tokenizer, max_model_len, sampling)
+        self._servers = [_Server(client) for client in clients(urls, api_key_env, timeout)]
+        self._last = self._servers[0]  # that has failed
+        self._choice = LeastLoad(self._servers, slots, wait, self._lost)
+        self._place = Path(weights_dir or tempfile.mkdtemp(prefix="dataflow-weights-")).resolve()
+        remove_weights(self._place)  # of an engine before, which was killed
+        self._weights: Path | None = None  # the name of the directory is their label
+        self._gate = asyncio.Lock()  # held while weights are replaced; a sample passes it when it begins
+        self._samples = set[asyncio.Task[Sample]]()  # all that have not ended
+        self._drawing = set[asyncio.Task[Any]]()  # of these, those that have begun
+        self._syncing: asyncio.Task[Any] | None = None
+        self._writing: asyncio.Future[Path] | None = None
+        self._closed = False
+        self._counts = {"samples": 0, "tokens": 0, "retries": 0}
+
+    # --- samples ------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncGenerator[Sample, None]:
+        """See :meth:`RolloutEngine.generate`. Closing the generator early aborts the samples in flight."""
+        ids = self._checked(prompts, sampling)
+        tasks = [
+            self._begun(_Request(group, index, prompt, sampling, seed_of(seed, group, index), (seed, group)))
+            for group, prompt in zip(prompts.ids, ids, strict=True)
+            for index in range(sampling.n)
+        ]
+        ended = asyncio.Queue[asyncio.Task[Sample]]()
+        for task in tasks:
+            task.add_done_callback(ended.put_nowait)
+        try:
+            for _ in tasks:
+                yield _outcome(await ended.get())
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
+        """See :meth:`RolloutEngine.sample`."""
+        (ids,) = self._checked(Batch([0], {"prompt_ids": [prompt]}), sampling)
+        # The seeds of all turns of a group's conversations begin alike.
+        task = self._begun(_Request(0, 0, ids, sampling, seed_of(*seed), tuple(seed[:2])))
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+        return _outcome(task)
+
+    def _checked(self, prompts: Batch, sampling: Sampling) -> list[list[int]]:
+        """Returns the token ids of each prompt."""
+        check_sampling(sampling, self.vocabulary.size)
+        if why := refused_temperature(sampling.temperature, "http"):
+            raise ConfigError(f"rollout: temperature={sampling.temperature}; {why}.")
+        ids = prompt_ids(prompts, self._longest)
+        check_tokens(prompts, ids, self.vocabulary.size)
+        return ids
+
+    def _begun(self, request: _Request) -> asyncio.Task[Sample]:
+        if self._closed:
+            raise Aborted("rollout: the engine was closed.")
+        task = asyncio.get_running_loop().create_task(self._drawn(request))
+        self._samples.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Sample]) -> None:
+        self._samples.discard(task)
+        self._drawing.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits for the first error waits for no other
+
+    async def _drawn(self, request: _Request) -> Sample:
+        """Draws a sample, on other servers if it fails."""
+        async with self._gate:
+            if self._weights is None:
+                await self._replace(await self._written(None, 0), 0)
+            self._drawing.add(cast("asyncio.Task[Any]", asyncio.current_task()))
+        failed: list[_Server] = []
+        rejected_s: float | None = None
+        while True:
+            server = await self._choice.take(request.home, failed)
+            weights = self._weights
+            try:
+                sample = await self._sampled(server, request)
+            except ServerError as error:
+                if weights != self._weights:  # a sync has aborted it
+                    continue
+                self._suspend(server, error, error.wait_s)
+                if error.status in _INVALID:
+                    raise DataError(
+                        f"rollout: {server.client.url} refuses the prompt of group {request.group} "
+                        f"({len(request.prompt)} tokens): {error}; correct what it objects to: the prompt, or a "
+                        "setting of engine."
+                    ) from error
+                now = asyncio.get_running_loop().time()
+                rejected_s = (now if rejected_s is None else rejected_s) if error.throttled else None
+                if rejected_s is None or now - rejected_s >= self._wait_s:
+                    failed.append(server)
+                    self._counts["retries"] += 1
+                if len(failed) >= self._tries:
+                    raise RunError(
+                        f"rollout: sample {request.index} of group {request.group} failed at {len(failed)} tries, the "
+                        f"last at {server.client.url}: {error}; see the log of that server."
+                    ) from error
+            else:
+                server.failures = 0
+                self._counts["samples"] += 1
+                self._counts["tokens"] += len(sample.tokens)
+                return sample
+            finally:
+                self._choice.give_back(server)
+
+    async def _sampled(self, server: _Server, request: _Request) -> Sample:
+        """Draws a sample from a server, and checks that it is one of the current weights."""
+        weights, version, loads, protocol = self._weights, self.version, server.loads, server.protocol
+        assert weights is not None
+        assert protocol is not None
+        ends = [*self.vocabulary.ends, *request.sampling.stop_token_ids]
+        tokens, log_probs, end = await protocol.sample(request.prompt, request.sampling, ends, request.seed)
+        if (label := await protocol.label()) != weights.name or loads != server.loads:
+            raise ServerError(f"it holds weights '{label}', not '{weights.name}': it was restarted, or changed")
+        if end not in ("stop", "length"):
+            raise ServerError(f"the server ended the sample with '{end}'")
+        if not tokens or len(log_probs) != len(tokens) or max(tokens) >= self.vocabulary.size:
+            raise ServerError(f"the reply has {len(log_probs)} log-probs of {len(tokens)} tokens, or unknown ones")
+        # SGLang says "length" of a token that ends the response and is the last one allowed, too.
+        finish: Literal["stop", "length"] = "stop" if end == "stop" or tokens[-1] in ends else "length"
+        return Sample(request.group, request.index, tokens, log_probs, version, finish=finish)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """See :meth:`~dataflow.engines.base.Writes.text`."""
+        return self.vocabulary.text(tokens)
+
+    def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
+        """See :meth:`RolloutEngine.batch`."""
+        return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
+
+    async def abort(self) -> int:
+        """See :meth:`RolloutEngine.abort`."""
+        samples = list(self._samples)
+        for task in samples:
+            task.cancel()
+        return len(samples)
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Makes all servers load new weights, by Hugging Face name; a tied ``lm_head.weight`` may be left out.
+
+        A server that is out of use gets them when it answers again.
+
+        Raises:
+            DataflowError: a name is unknown or missing, a shape differs, or two tied weights differ.
+            RunError: the weights cannot be written, no server takes them, or none answers.
+        """
+        picked = self._names.pick(weights, version)
+        if self._closed:
+            raise Aborted("rollout: the engine was closed.")
+        self._syncing = asyncio.current_task()
+        try:
+            directory = await self._written(picked, version)  # while samples are still drawn
+            async with self._gate:
+                await self._replace(directory, version)
+        finally:
+            self._syncing = None
+
+    async def _written(self, weights: Mapping[str, torch.Tensor] | None, version: int) -> Path:
+        # A thread cannot be cancelled: close() waits for it.
+        work = asyncio.to_thread(write_weights, self._place, self._model, weights, version)
+        self._writing = asyncio.ensure_future(work)
+        return await asyncio.shield(self._writing)
+
+    async def _replace(self, directory: Path, version: int) -> None:
+        """Replaces the weights of all servers, while the gate is held; samples in flight end before, or are aborted.
+
+        To go on with them from the new weights would need no more than neither of both, and another mode of the pause.
+        """
+        while self._drawing and self._in_flight == "wait":
+            await asyncio.wait(self._drawing)
+        before = self._weights, self.version
+        self._weights, self.version = directory, version
+        try:
+            given = [server for server in self._servers if server.restoring is None]
+            for server in given:
+                self._choice.set_open(server, False)
+            errors = await asyncio.gather(*map(self._given, given))
+            for server, error in zip(given, errors, strict=True):
+                if isinstance(error, ConfigError) and before[0] is None:
+                    raise error
+                if error is not None:
+                    self._suspend(server, error)
+            refusals = [error for error in errors if isinstance(error, ServerError) and error.refused]
+            if len(refusals) == len(self._servers):
+                raise RunError(
+                    f"weight sync: {given[0].client.url} does not take the weights: {refusals[0]}; it must serve the "
+                    f"model of model.path, and read {self._place} (engine.weights_dir)."
+                )
+            self._choice.give_back(await self._choice.take(None))  # one that holds them
+        except BaseException:
+            self._weights, self.version = before
+            raise
+        await asyncio.to_thread(remove_weights, self._place, directory)
+
+    async def _given(self, server: _Server) -> ServerError | ConfigError | None:
+        """Makes a server hold the current weights, whatever it is and held before; returns its failure."""
+        weights = None
+        try:
+            while weights != self._weights:  # a sync may come meanwhile
+                weights = self._weights
+                assert weights is not None
+                protocol = await connect(server.client)
+                await protocol.check(self._wanted)
+                if await protocol.label() != weights.name:
+                    server.loads += 1
+                    await protocol.load(weights, weights.name)
+                    if (label := await protocol.label()) != weights.name:
+                        raise ServerError(f"it says that it holds weights '{label}' after a load", status=400)
+                server.protocol = protocol
+        except (ServerError, ConfigError) as error:
+            return error
+        self._choice.set_open(server, True)
+        return None
+
+    # --- servers that fail --------------------------------------------------------------------------------------
+
+    def _suspend(self, server: _Server, error: Exception, wait_s: float = 0.0) -> None:
+        """Takes a server out of use until it holds the current weights; samples in flight there go on."""
+        server.failure, self._last = str(error), server
+        if server.restoring is None:
+            self._choice.set_open(server, False)
+            server.restoring = asyncio.get_running_loop().create_task(self._restore(server, wait_s))
+
+    async def _restore(self, server: _Server, wait_s: float) -> None:
+        told = False
+        while True:
+            await asyncio.sleep(wait_s or min(_BACKOFF_S * 2.0 ** min(server.failures, 10), _LONGEST_S))
+            server.failures, wait_s = server.failures + 1, 0.0
+            if (error := await self._given(server)) is None:
+                break
+            server.failure, self._last = str(error), server
+            if not told:
+                told = True
+                logger.warning(
+                    f"rollout: server {server.client.url} gets no samples until it has the current weights: {error}"
+                )
+        server.restoring = None
+        if told:
+            logger.info(f"rollout: server {server.client.url} is in use again, with the current weights.")
+
+    def _lost(self) -> RunError:
+        return RunError(
+            f"rollout: none of the {len(self._servers)} servers of engine.urls took a sample for {self._wait_s:g} s "
+            f"(engine.server_wait), the last with {self._last.client.url}: {self._last.failure}; start them, then "
+            "resume the run."
+        )
+
+    async def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`: the servers have memory of their own."""
+
+    async def wake(self) -> None:
+        """See :meth:`RolloutEngine.wake`."""
+
+    def stats(self) -> dict[str, float]:
+        """See :meth:`RolloutEngine.stats`; adds the servers in use, and the samples that were drawn again so far."""
+        return {**self._counts, "running": len(self._samples), "servers": len(self._choice.open)}
+
+    async def close(self) -> None:
+        """Aborts the samples in flight, closes the connections and removes the files. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        restoring = [server.restoring for server in self._servers if server.restoring is not None]
+        syncing = [] if self._syncing is None else [self._syncing]
+        for task in (tasks := [*self._samples, *restoring, *syncing]):
+            task.cancel()
+        writing = [] if self._writing is None else [self._writing]
+        await asyncio.gather(*tasks, *writing, return_exceptions=True)
+        self._choice.close()
+        for server in self._servers:
+            await server.client.close()
+        await asyncio.to_thread(remove_weights, self._place)
+
+
+def _outcome(task: asyncio.Task[Sample]) -> Sample:
+    """Returns the sample of a task that has ended, or raises its error."""
+    if task.cancelled():
+        raise Aborted("rollout: the samples in flight were aborted.")
+    return task.result()

@@ -1,0 +1,118 @@
+"""Least load: which server draws the next sample."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_HOMES = 10_000
+"""Groups whose server is remembered."""
+S = TypeVar("S", bound=Hashable)
+
+
+@dataclass(eq=False)
+class _Waiter(Generic[S]):
+    group: Hashable
+    avoided: Collection[S]
+    server: asyncio.Future[S]
+
+
+class LeastLoad(Generic[S]):
+    """Gives servers to samples, in the order in which these ask; each server has at most ``slots`` samples.
+
+    A group goes to the server with the fewest samples, the first one among equals, and all of it there, later turns of
+    its conversations too, as they share the beginning of their prompt in that server's prefix cache.
+
+    Args:
+        servers: all of them; none is in use before it is opened.
+        slots: samples at one server.
+        wait_s: seconds that samples wait while no server is in use.
+        lost: makes the error that they end with then.
+    """
+
+    def __init__(self, servers: Sequence[S], slots: int, wait_s: float, lost: Callable[[], Exception]) -> None:
+        self._loads, self._slots = dict.fromkeys(servers, 0), slots
+        self._open = dict.fromkeys(servers, False)
+        self._homes: dict[Hashable, S] = {}
+        self._waiting: deque[_Waiter[S]] = deque()
+        self._wait_s, self._lost = wait_s, lost
+        self._limit: asyncio.TimerHandle | None = None
+
+    @property
+    def open(self) -> list[S]:
+        """The servers in use."""
+        return [server for server, is_open in self._open.items() if is_open]
+
+    async def take(self, group: Hashable, avoided: Collection[S] = ()) -> S:
+        """Returns the server for a sample, which must be given back; waits until one has a slot.
+
+        Args:
+            group: of the sample; None for a sample that is alone.
+            avoided: servers to take only if all in use are among them; such a sample goes before those that wait.
+
+        Raises:
+            Exception: ``lost()``, as no server was in use for too long.
+        """
+        waiter = _Waiter(group, avoided, asyncio.get_running_loop().create_future())
+        (self._waiting.appendleft if avoided else self._waiting.append)(waiter)
+        self._assign()
+        try:
+            server: S = await waiter.server
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif not waiter.server.cancelled() and waiter.server.exception() is None:
+                self.give_back(waiter.server.result())
+            raise
+        return server
+
+    def give_back(self, server: S) -> None:
+        """Ends a sample of a server."""
+        self._loads[server] -= 1
+        self._assign()
+
+    def set_open(self, server: S, is_open: bool) -> None:
+        """Takes a server into use, or out of it; its samples stay there."""
+        self._open[server] = is_open
+        self._assign()
+
+    def close(self) -> None:
+        """Stops the time for which samples wait."""
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _assign(self) -> None:
+        if self.open:
+            self.close()
+        elif self._waiting and self._limit is None:
+            self._limit = asyncio.get_running_loop().call_later(self._wait_s, self._end)
+        for waiter in list(self._waiting):
+            if all(self._loads[server] >= self._slots for server in self.open):
+                break
+            if (server := self._chosen(waiter)) is not None and not waiter.server.done():
+                self._waiting.remove(waiter)
+                self._loads[server] += 1
+                waiter.server.set_result(server)
+
+    def _chosen(self, waiter: _Waiter[S]) -> S | None:
+        able = [server for server in self.open if server not in waiter.avoided] or self.open
+        home = self._homes.get(waiter.group)
+        server = home if home in able else min(able, key=self._loads.__getitem__)
+        if server is None or self._loads[server] >= self._slots:
+            return None
+        if waiter.group is not None:
+            self._homes[waiter.group] = server
+            if len(self._homes) > _HOMES:
+                del self._homes[next(iter(self._homes))]
+        return server
+
+    def _end(self) -> None:
+        self._limit = None
+        waiting, self._waiting = self._waiting, deque()
+        for waiter in waiting:
+            if not waiter.server.done():
+                waiter.server.set_exception(self._lost())

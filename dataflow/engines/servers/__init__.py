@@ -1,1 +1,0 @@
-"""Rollout on inference servers that run elsewhere: vLLM, SGLang."""

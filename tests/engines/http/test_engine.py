@@ -1,0 +1,420 @@
+"""The engine over servers that fail in each way, with real sockets: every sample arrives, from the right weights."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.http import engine as engine_module
+from dataflow.engines.http.engine import HttpRollout
+from dataflow.engines.samples import seed_of
+from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, RunError
+from tests.engines.drawing import run
+from tests.engines.tiny_models import ENDS, VOCAB, load, prompts, save_model
+from tests.rigs.inference_servers import START, FakeServer, FakeSglang, FakeVllm, held_of, serving, tokens_of
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
+
+P, R, N, SEED = 40, 12, 4, 7
+SAMPLING = Sampling(N, 0.7, 0.9, max_tokens=R)
+PROMPTS = prompts([5, 9, 17, 3, 8, 30])
+BOTH = pytest.mark.parametrize("kind", [FakeVllm, FakeSglang])
+Test = Callable[[HttpRollout], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of one shape, with tied weights."""
+    place = tmp_path_factory.mktemp("models")
+    return [save_model(place / name, seed) for seed, name in enumerate(("first", "second"), 1)]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_BACKOFF_S", 0.02)
+
+
+@pytest.fixture
+def on(models: list[str], tmp_path: Path) -> Callable[..., None]:
+    """Runs a test with an engine over servers of the first model."""
+
+    def on(servers: Sequence[FakeServer], test: Test, **options: Any) -> None:
+        async def whole() -> None:
+            wanted = {"timeout": 20.0, "wait": 20.0, "weights_dir": str(tmp_path / "weights"), **options}
+            engine = HttpRollout(models[0], P, [server.url for server in servers], SAMPLING, P + R, **wanted)
+            try:
+                await test(engine)
+            finally:
+                await engine.close()
+            assert not (tmp_path / "weights").exists()
+
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(models[0])
+        for server in servers:
+            server.size, server.ends, server.root = VOCAB, ENDS, models[0]
+            server.text_tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        with serving(*servers):
+            run(whole())
+
+    return on
+
+
+async def drawn(engine: HttpRollout, seed: int = SEED) -> list[Sample]:
+    """Returns all samples of the prompts."""
+    return [sample async for sample in engine.generate(PROMPTS, SAMPLING, seed)]
+
+
+def check(samples: Sequence[Sample], model: str, version: int, kind: type[FakeServer] = FakeVllm) -> None:
+    """Checks that each sample is there once, and was drawn from the weights of a model."""
+    assert sorted((s.group, s.index) for s in samples) == [(g, i) for g in PROMPTS.ids for i in range(N)]
+    for sample in samples:
+        seed = seed_of(SEED, sample.group, sample.index)
+        seed = seed % 2**31 if kind is FakeSglang else seed
+        tokens = tokens_of(held_of(Path(model)), PROMPTS["prompt_ids"][sample.group], seed, R, VOCAB, ENDS)
+        assert list(sample.tokens) == tokens
+        assert list(sample.log_probs) == [-0.5] * len(tokens)
+        assert sample.finish == ("stop" if tokens[-1] in ENDS else "length")
+        assert sample.version == version
+
+
+def weights_of(model: str) -> dict[str, torch.Tensor]:
+    return dict(load(model).state_dict())
+
+
+async def until(found: Callable[[], object]) -> None:
+    while not found():
+        await asyncio.sleep(0.005)
+
+
+@BOTH
+def test_samples_follow_the_weights(on: Any, models: list[str], tmp_path: Path, kind: type[FakeServer]) -> None:
+    servers = [kind(), kind()]
+
+    async def test(engine: HttpRollout) -> None:
+        for version, model in enumerate(models):
+            if version:
+                await engine.sync(weights_of(model), version)
+            samples = await drawn(engine)
+            check(samples, model, version, kind)
+            assert {server.held for server in servers} == {held_of(Path(model))}
+            assert engine.batch(PROMPTS, samples, R).meta["weights_version"] == engine.version == version
+        # One version of the weights is on the disk, with what SGLang reads beside them.
+        (directory,) = (tmp_path / "weights").iterdir()
+        assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in directory.iterdir()}
+        turn = await engine.sample([3, 4], SAMPLING, (1, 2, 3))
+        assert (turn.group, turn.index, turn.version) == (0, 0, 1)
+        stats = engine.stats()
+        assert stats == {"samples": 49, "tokens": stats["tokens"], "running": 0, "servers": 2, "retries": 0}
+        await engine.close()
+        with pytest.raises(Aborted):
+            await engine.sample([3], SAMPLING, (1, 2, 3))
+        with pytest.raises(Aborted):
+            await engine.sync(weights_of(model), 2)
+
+    on(servers, test)
+    assert all(server.asked for server in servers)
+
+
+def test_a_request_has_all_sampling_options(on: Any) -> None:
+    """The server would otherwise take those of the model's generation_config.json."""
+    servers = [FakeVllm(), FakeSglang()]
+
+    async def test(engine: HttpRollout) -> None:
+        await engine.sample([2, 3], Sampling(1, 0.7, 0.9, 20, 9, 0.1, 1.2, (8,)), (1, 2, 3))
+
+    for server in servers:
+        on([server], test)
+    seed, stops = seed_of(1, 2, 3), [*ENDS, 8]
+    assert servers[0].asked == [{
+        "model": "served", "prompt": [2, 3], "max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 20,
+        "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "stop_token_ids": stops, "seed": seed, "logprobs": 0, "return_token_ids": True,
+    }]  # fmt: skip
+    options = {
+        "max_new_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2,
+        "stop_token_ids": stops, "skip_special_tokens": False, "sampling_seed": seed % 2**31,
+    }  # fmt: skip
+    assert servers[1].asked == [{"input_ids": [2, 3], "return_logprob": True, "sampling_params": options}]
+
+
+def test_groups_and_conversations_stay_on_one_server_within_its_slots(on: Any, models: list[str]) -> None:
+    servers = [FakeVllm(), FakeVllm(), FakeVllm()]
+
+    async def test(engine: HttpRollout) -> None:
+        check(await drawn(engine), models[0], 0)
+        groups = [{tuple(body["prompt"]) for body in server.asked} for server in servers]
+        assert sum(map(len, groups)) == 6
+        assert all(groups)
+        assert max(server.most for server in servers) == 3
+        before = [len(server.asked) for server in servers]
+        for turn in range(4):
+            turns = ((SEED, 99, index, turn) for index in range(3))
+            await asyncio.gather(*(engine.sample([2 + turn], SAMPLING, seed) for seed in turns))
+        assert sorted(len(server.asked) - n for server, n in zip(servers, before, strict=True)) == [0, 0, 12]
+
+    on(servers, test, slots=3)
+
+
+@pytest.mark.parametrize("fault", ["die", "half", "short", "abort", "500", "502"])
+@BOTH
+def test_samples_that_fail_are_drawn_on_another_server(
+    on: Any, models: list[str], kind: type[FakeServer], fault: str
+) -> None:
+    servers = [kind(fault=lambda number: fault if number == 3 else ""), kind()]
+
+    async def test(engine: HttpRollout) -> None:
+        check(await drawn(engine), models[0], 0, kind)
+        assert engine.stats()["retries"] >= 1
+        if fault == "die":
+            assert engine.stats()["servers"] == 1
+            await engine.sync(weights_of(models[1]), 1)  # while it is away
+            check(await drawn(engine), models[1], 1, kind)
+            await asyncio.to_thread(servers[0].start)
+            servers[0].fault = lambda number: ""
+        await until(lambda: engine.stats()["servers"] == 2)
+        assert servers[0].held == servers[1].held
+
+    on(servers, test)
+
+
+@BOTH
+def test_a_restarted_server_gets_the_weights_again(on: Any, models: list[str], kind: type[FakeServer]) -> None:
+    """It answers with those of its start before anybody notices, so only its label tells."""
+    servers = [kind(), kind()]
+
+    async def test(engine: HttpRollout) -> None:
+        await engine.sync(weights_of(models[1]), 1)
+        await asyncio.to_thread(servers[0].restart)
+        check(await drawn(engine), models[1], 1, kind)
+        servers[1].held, servers[1].label = "weights of others", "other:1"
+        check(await drawn(engine), models[1], 1, kind)
+        await until(lambda: engine.stats()["servers"] == 2)
+        assert {server.held for server in servers} == {held_of(Path(models[1]))}
+
+    on(servers, test)
+
+
+def test_a_server_that_comes_back_as_another_is_not_used(on: Any, models: list[str]) -> None:
+    servers = [FakeVllm(), FakeVllm()]
+
+    async def test(engine: HttpRollout) -> None:
+        check(await drawn(engine), models[0], 0)
+        right, servers[0].text_tokens = servers[0].text_tokens, lambda text: [3]
+        await asyncio.to_thread(servers[0].restart)
+        await engine.sync(weights_of(models[1]), 1)
+        check(await drawn(engine), models[1], 1)
+        assert (servers[0].held, engine.stats()["servers"]) == (START, 1)
+        servers[0].text_tokens = right
+        await until(lambda: engine.stats()["servers"] == 2)
+
+    on(servers, test)
+
+
+def test_a_request_may_not_take_longer_than_its_limit(on: Any, models: list[str]) -> None:
+    async def test(engine: HttpRollout) -> None:
+        check(await drawn(engine), models[0], 0)
+        assert engine.stats()["retries"] == 1
+
+    on([FakeVllm(fault=lambda number: "hang" if number == 1 else "")], test, timeout=0.5)
+
+
+@BOTH
+def test_a_throttled_server_is_paused(on: Any, models: list[str], kind: type[FakeServer]) -> None:
+    async def test(engine: HttpRollout) -> None:
+        begin = asyncio.get_running_loop().time()
+        check(await drawn(engine), models[0], 0, kind)
+        assert asyncio.get_running_loop().time() - begin >= 0.4
+        assert engine.stats()["retries"] == 0
+
+    on([kind(fault=lambda number: "429 0.2" if number in (1, 2, 6) else "")], test, slots=1)
+
+
+@pytest.mark.parametrize("fault", ["500", "429 0.1"])
+def test_a_sample_that_fails_everywhere(on: Any, fault: str) -> None:
+    async def test(engine: HttpRollout) -> None:
+        said = (
+            rf"(sample \d of group \d failed at 3 tries|none of the 2 servers).*the last .*http.*{fault[:3]}: not now"
+        )
+        with pytest.raises(RunError, match=said):
+            await drawn(engine)
+
+    on([FakeVllm(fault=lambda number: fault), FakeVllm(fault=lambda number: fault)], test, tries=3, wait=0.5)
+
+
+def test_what_does_not_fit_ends_the_run(on: Any, models: list[str]) -> None:
+    server = FakeVllm()
+
+    async def test(engine: HttpRollout) -> None:
+        with pytest.raises(DataError, match=r"the prompt of group 0 has token 61; the model has 0 to 60"):
+            await engine.sample([61], SAMPLING, (1, 2, 3))
+        with pytest.raises(DataError, match="the prompt of group 0 has 41 tokens"):
+            await engine.sample([3] * 41, SAMPLING, (1, 2, 3))
+        with pytest.raises(ConfigError, match=r"temperature=0\.001; inference servers take 0 \(greedy\) or 0\.01 to 2"):
+            await engine.sample([3], Sampling(temperature=0.001), (1, 2, 3))
+        with pytest.raises(DataflowError, match="the model has no weight 'extra'"):
+            await engine.sync({**weights_of(models[1]), "extra": torch.zeros(1)}, 1)
+        await engine.sample([3, 4, 5], SAMPLING, (1, 2, 3))
+        server.longest = 14
+        with pytest.raises(DataError, match=r"http\S+ refuses the prompt of group 0 \(3 tokens\).*length is 14"):
+            await engine.sample([3, 4, 5], SAMPLING, (1, 2, 3))
+
+    on([server], test)
+
+
+def test_no_server_is_left(on: Any, models: list[str]) -> None:
+    servers = [FakeVllm(), FakeVllm()]
+
+    async def test(engine: HttpRollout) -> None:
+        check(await drawn(engine), models[0], 0)
+        for server in servers:
+            await asyncio.to_thread(server.stop)
+        with pytest.raises(RunError, match=r"none of the 2 servers of engine\.urls took a sample for 0\.4 s") as caught:
+            await drawn(engine)
+        assert "start them, then resume the run" in str(caught.value)
+        with pytest.raises(RunError, match=r"none of the 2 servers.* the last with .* GET /\S+: Connection refused"):
+            await engine.sync(weights_of(models[1]), 1)
+        await asyncio.to_thread(servers[0].start)
+        await until(lambda: engine.stats()["servers"])
+        check(await drawn(engine), models[0], 0)  # the sync has failed
+
+    on(servers, test, wait=0.4)
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+@BOTH
+def test_a_sync_waits_for_samples_in_flight_or_draws_them_again(
+    on: Any, models: list[str], kind: type[FakeServer], in_flight: str
+) -> None:
+    server = kind()
+
+    async def test(engine: HttpRollout) -> None:
+        await engine.sample([3], SAMPLING, (1, 2, 3))
+        finish = server.hold()
+        drawing = asyncio.ensure_future(drawn(engine))
+        await until(lambda: server.running == 8)
+        syncing = asyncio.ensure_future(engine.sync(weights_of(models[1]), 1))
+        if in_flight == "wait":
+            await asyncio.sleep(0.1)
+            assert (server.running, server.paused) == (8, False)
+            finish()
+        await syncing
+        check(await drawing, models[in_flight == "abort"], int(in_flight == "abort"), kind)
+        assert engine.stats()["retries"] == 0
+
+    on([server], test, slots=8, in_flight=in_flight)
+
+
+@BOTH
+def test_weights_that_servers_refuse(on: Any, models: list[str], kind: type[FakeServer]) -> None:
+    servers = [kind(), kind()]
+
+    async def test(engine: HttpRollout) -> None:
+        await engine.sample([3, 4], SAMPLING, (1, 2, 3))
+        servers[0].broken = "no parameter named 'layers.2'"
+        await engine.sync(weights_of(models[1]), 1)  # the other goes on
+        check(await drawn(engine), models[1], 1, kind)
+        assert engine.stats()["servers"] == 1
+        servers[0].broken = ""
+        await until(lambda: engine.stats()["servers"] == 2)
+        for server in servers:
+            server.broken = "disk full"
+        with pytest.raises(RunError, match=r"http\S+ does not take the weights: .*disk full.*engine\.weights_dir"):
+            await engine.sync(weights_of(models[0]), 2)
+        assert engine.version == 1
+
+    on(servers, test)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_load_whose_reply_is_lost_is_made_again(on: Any, models: list[str], number: int) -> None:
+    """Whichever of its requests it is; a paused server never passes for one that draws samples."""
+    server = FakeVllm()
+    answer, asked = server.answer, list[str]()
+
+    def failing(method: str, path: str, body: dict[str, Any]) -> Any:
+        reply = answer(method, path, body)
+        if method == "GET" or path in ("/tokenize", "/v1/completions") or body.get("method") == "shape_of_model":
+            return reply
+        asked.append(path)
+        assert not (server.paused and re.fullmatch(r"version-1-\w+", server.label))
+        return (502, {"error": "of a proxy"}) if len(asked) == number + 1 else reply
+
+    async def test(engine: HttpRollout) -> None:
+        await engine.sample([3, 4], SAMPLING, (1, 2, 3))
+        server.answer = failing  # type: ignore[method-assign]
+        await engine.sync(weights_of(models[1]), 1)
+        assert len(asked) > 8 or number == 7
+        check(await drawn(engine), models[1], 1)
+
+    on([server], test)
+
+
+def test_abort_and_closing_early(on: Any) -> None:
+    server = FakeVllm()
+
+    async def test(engine: HttpRollout) -> None:
+        await engine.sample([3, 4], SAMPLING, (1, 2, 3))
+        server.hold()
+        drawing = asyncio.ensure_future(drawn(engine))
+        await until(lambda: server.running == 3)
+        assert await engine.abort() == 24
+        with pytest.raises(Aborted):
+            await drawing
+        drawing = asyncio.ensure_future(drawn(engine))
+        await until(lambda: server.running == 3)
+        await engine.close()
+        with pytest.raises(Aborted):
+            await drawing
+        await until(lambda: not server.running)
+
+    on([server], test, slots=3)
+
+
+def test_closing_during_a_write_leaves_no_files(on: Any, models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go, write = threading.Event(), threading.Event(), engine_module.write_weights
+
+    def slow(*facts: Any) -> Path:
+        began.set()
+        assert go.wait(20)
+        return write(*facts)
+
+    monkeypatch.setattr(engine_module, "write_weights", slow)
+
+    async def test(engine: HttpRollout) -> None:
+        syncing = asyncio.ensure_future(engine.sync(weights_of(models[1]), 1))
+        await asyncio.to_thread(began.wait, 20)
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        await engine.close()
+        with pytest.raises(asyncio.CancelledError):
+            await syncing
+
+    on([FakeVllm()], test)
+
+
+def test_files_of_others_stay_and_those_of_a_killed_engine_do_not(on: Any, tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    for name in ("version-3-my-best", "version-7-0123456789ab"):
+        (place / name).mkdir(parents=True)
+
+    async def test(engine: HttpRollout) -> None:
+        await engine.sample([3, 4], SAMPLING, (1, 2, 3))
+
+    on([FakeVllm()], test, weights_dir=str(place))
+    assert [file.name for file in place.iterdir()] == ["version-3-my-best"]
+
+
+def test_weights_that_cannot_be_written(on: Any) -> None:
+    async def test(engine: HttpRollout) -> None:
+        with pytest.raises(RunError, match=r"the weights cannot be written to /dev/full/.*engine\.weights_dir"):
+            await engine.sample([3, 4], SAMPLING, (1, 2, 3))
+
+    on([FakeVllm()], test, weights_dir="/dev/full")
