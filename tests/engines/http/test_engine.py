@@ -154,7 +154,7 @@ def test_groups_and_conversations_stay_on_one_server_within_its_slots(on: Any, m
         groups = [{tuple(body["prompt"]) for body in server.asked} for server in servers]
         assert sum(map(len, groups)) == 6
         assert all(groups)
-        assert max(server.most for server in servers) == 3
+        assert max(server.most for server in servers) <= 3
         before = [len(server.asked) for server in servers]
         for turn in range(4):
             turns = ((SEED, 99, index, turn) for index in range(3))
