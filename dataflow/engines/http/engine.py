@@ -9,6 +9,7 @@ current weights.
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,13 +207,13 @@ class HttpRollout:
             except ServerError as error:
                 if weights != self._weights:  # a sync has aborted it
                     continue
-                self._suspend(server, error, error.wait_s)
                 if error.status in _INVALID:
                     raise DataError(
                         f"rollout: {server.client.url} refuses the prompt of group {request.group} "
                         f"({len(request.prompt)} tokens): {error}; correct what it objects to: the prompt, or a "
                         "setting of engine."
                     ) from error
+                self._suspend(server, error, error.wait_s)
                 now = asyncio.get_running_loop().time()
                 rejected_s = (now if rejected_s is None else rejected_s) if error.throttled else None
                 if rejected_s is None or now - rejected_s >= self._wait_s:
@@ -242,7 +243,8 @@ class HttpRollout:
             raise ServerError(f"it holds weights '{label}', not '{weights.name}': it was restarted, or changed")
         if end not in ("stop", "length"):
             raise ServerError(f"the server ended the sample with '{end}'")
-        if not tokens or len(log_probs) != len(tokens) or max(tokens) >= self.vocabulary.size:
+        known = bool(tokens) and max(tokens) < self.vocabulary.size
+        if not known or len(log_probs) != len(tokens) or not all(map(math.isfinite, log_probs)):
             raise ServerError(f"the reply has {len(log_probs)} log-probs of {len(tokens)} tokens, or unknown ones")
         # SGLang says "length" of a token that ends the response and is the last one allowed, too.
         finish: Literal["stop", "length"] = "stop" if end == "stop" or tokens[-1] in ends else "length"
@@ -302,9 +304,8 @@ class HttpRollout:
         self._weights, self.version = directory, version
         try:
             given = [server for server in self._servers if server.restoring is None]
-            for server in given:
-                self._choice.set_open(server, False)
-            errors = await asyncio.gather(*map(self._given, given))
+            with self._choice.held(given):
+                errors = await asyncio.gather(*map(self._given, given))
             for server, error in zip(given, errors, strict=True):
                 if isinstance(error, ConfigError) and before[0] is None:
                     raise error
@@ -396,7 +397,6 @@ class HttpRollout:
             task.cancel()
         writing = [] if self._writing is None else [self._writing]
         await asyncio.gather(*tasks, *writing, return_exceptions=True)
-        self._choice.close()
         for server in self._servers:
             await server.client.close()
         await asyncio.to_thread(remove_weights, self._place)

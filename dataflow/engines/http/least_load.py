@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -35,16 +36,17 @@ class LeastLoad(Generic[S]):
 
     def __init__(self, servers: Sequence[S], slots: int, wait_s: float, lost: Callable[[], Exception]) -> None:
         self._loads, self._slots = dict.fromkeys(servers, 0), slots
-        self._open = dict.fromkeys(servers, False)
+        self._is_open = dict.fromkeys(servers, False)
         self._homes: dict[Hashable, S] = {}
         self._waiting: deque[_Waiter[S]] = deque()
         self._wait_s, self._lost = wait_s, lost
         self._limit: asyncio.TimerHandle | None = None
+        self._held = False
 
     @property
     def open(self) -> list[S]:
         """The servers in use."""
-        return [server for server, is_open in self._open.items() if is_open]
+        return [server for server, is_open in self._is_open.items() if is_open]
 
     async def take(self, group: Hashable, avoided: Collection[S] = ()) -> S:
         """Returns the server for a sample, which must be given back; waits until one has a slot.
@@ -66,6 +68,7 @@ class LeastLoad(Generic[S]):
                 self._waiting.remove(waiter)
             elif not waiter.server.cancelled() and waiter.server.exception() is None:
                 self.give_back(waiter.server.result())
+            self._assign()
             raise
         return server
 
@@ -76,39 +79,41 @@ class LeastLoad(Generic[S]):
 
     def set_open(self, server: S, is_open: bool) -> None:
         """Takes a server into use, or out of it; its samples stay there."""
-        self._open[server] = is_open
+        self._is_open[server] = is_open
         self._assign()
 
-    def close(self) -> None:
-        """Stops the time for which samples wait."""
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
+    @contextmanager
+    def held(self, servers: Sequence[S]) -> Iterator[None]:
+        """Takes servers out of use; in the block, samples wait as long as it takes."""
+        self._held = True
+        for server in servers:
+            self.set_open(server, False)
+        try:
+            yield
+        finally:
+            self._held = False
+            self._assign()
 
     def _assign(self) -> None:
-        if self.open:
-            self.close()
-        elif self._waiting and self._limit is None:
+        able = self.open
+        if self._limit is not None and (able or self._held or not self._waiting):
+            self._limit.cancel()
+            self._limit = None
+        elif self._limit is None and self._waiting and not (able or self._held):
             self._limit = asyncio.get_running_loop().call_later(self._wait_s, self._end)
         for waiter in list(self._waiting):
-            if all(self._loads[server] >= self._slots for server in self.open):
+            if all(self._loads[server] >= self._slots for server in able):
                 break
-            if (server := self._chosen(waiter)) is not None and not waiter.server.done():
+            wanted = [server for server in able if server not in waiter.avoided] or able
+            home = self._homes.get(waiter.group)
+            server = home if home in wanted else min(wanted, key=self._loads.__getitem__)
+            if server is not None and self._loads[server] < self._slots and not waiter.server.done():
                 self._waiting.remove(waiter)
                 self._loads[server] += 1
+                self._homes[waiter.group] = server
                 waiter.server.set_result(server)
-
-    def _chosen(self, waiter: _Waiter[S]) -> S | None:
-        able = [server for server in self.open if server not in waiter.avoided] or self.open
-        home = self._homes.get(waiter.group)
-        server = home if home in able else min(able, key=self._loads.__getitem__)
-        if server is None or self._loads[server] >= self._slots:
-            return None
-        if waiter.group is not None:
-            self._homes[waiter.group] = server
-            if len(self._homes) > _HOMES:
-                del self._homes[next(iter(self._homes))]
-        return server
+        while len(self._homes) > _HOMES:
+            del self._homes[next(iter(self._homes))]
 
     def _end(self) -> None:
         self._limit = None
