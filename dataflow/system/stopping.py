@@ -40,7 +40,11 @@ class Stopping:
         self._depth += 1
         if self._depth == 1:
             self.received = None
-            self.install()
+            for number in SIGNALS:
+                if (handler := signal.getsignal(number)) != signal.SIG_IGN:
+                    with contextlib.suppress(ValueError):  # only the main thread may install handlers
+                        signal.signal(number, self._handle)
+                        self._before[number] = handler
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,23 +53,6 @@ class Stopping:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             self._before.clear()
-
-    def install(self) -> None:
-        """Installs the handlers; has no effect outside the main thread."""
-        for number in SIGNALS:
-            handler = signal.getsignal(number)
-            if handler == signal.SIG_IGN:
-                continue
-            with contextlib.suppress(ValueError):  # only the main thread may install handlers
-                # Also if it is our handler already: a C++ library may have replaced it without Python's knowledge.
-                signal.signal(number, self._handle)
-                if handler != self._handle:
-                    self._before.setdefault(number, handler)
-
-    def reinstall(self) -> None:
-        """Installs the handlers again if they are in use, as a library may have replaced them."""
-        if self._depth:
-            self.install()
 
     def supervised_by(self, pid: int) -> None:
         """Sets the parent process that ends this one if it does not end by itself."""

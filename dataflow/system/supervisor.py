@@ -49,6 +49,8 @@ Summarise: TypeAlias = Callable[[Path, str, int | None], str]
 """Given a run's directory, status and steps, writes its summary if there is none; returns how far it came."""
 
 SHOW_CURSOR = "\x1b[?25h"
+_PF_EXITING = 4
+"""Flag of a process in the kernel (include/linux/sched.h), the seventh value behind its name in /proc/PID/stat."""
 
 _channel: int | None = None
 
@@ -58,8 +60,8 @@ def report(**facts: Any) -> None:
 
     Args:
         facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``grace``: seconds that a stopped
-            run takes to save a checkpoint; ``ray``: "started" or "closing"; ``daemon``: name and id of a process of
-            Ray that has been started; ``logs``: directory of Ray's logs; ``temporary``: a file or directory to remove
+            run takes to save a checkpoint; ``ray``: "started" or "closing"; ``daemon``: name and id of one of the
+            :data:`VITAL` processes; ``logs``: directory of Ray's logs; ``temporary``: a file or directory to remove
             after the run (may be sent repeatedly); ``done``: the exit code, sent last.
     """
     if _channel is not None:
@@ -199,8 +201,10 @@ class _Supervisor:
         self._deadline = self._loop.call_later(seconds, self._kill)
 
     def _kill(self) -> None:
-        self._cut = True
-        self._signal(signal.SIGKILL)
+        if self._status is None:
+            # A large process that others have killed takes seconds to end; Ray's may be gone before it is.
+            self._cut = self._cut or not _exiting(self._child)
+            self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._status is None:  # the id may be reused once the child is reaped
@@ -240,8 +244,6 @@ class _Supervisor:
             self._kill_in(CLOSING_S)
 
     def _watch_daemon(self, name: str, pid: int) -> None:
-        if name not in VITAL:
-            return
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:  # it has died already
@@ -327,3 +329,9 @@ class _Supervisor:
         if "ray" in self._facts:
             return f"{what}, as Ray ends it when it loses its cluster{logs}"
         return f"{what} (does its code, or a library, call os._exit?)"
+
+
+def _exiting(pid: int) -> bool:
+    """Whether a process is on its way to its end, even if the kernel has not freed its memory yet."""
+    behind_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return bool(int(behind_name[6]) & _PF_EXITING)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -51,13 +50,6 @@ def test_a_signal_that_came_before_is_not_forgotten(stopping: Stopping) -> None:
     assert called == ["stop"]
 
 
-def test_handlers_that_a_library_replaced_come_back(stopping: Stopping) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    stopping.reinstall()
-    with pytest.raises(KeyboardInterrupt):
-        send(signal.SIGTERM)
-
-
 def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -66,12 +58,3 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
             assert installed.received is None
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_handler_that_was_replaced_in_c_comes_back(stopping: Stopping) -> None:
-    # As Ray's library does, which Python does not see: for it the handler is still its own.
-    default = ctypes.c_void_p(int(signal.SIG_DFL))
-    ctypes.CDLL(None).signal(int(signal.SIGTERM), default)
-    stopping.reinstall()
-    with pytest.raises(KeyboardInterrupt):
-        send(signal.SIGTERM)

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dataflow.system import supervisor
 from tests.rigs.processes import marked
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(sys.platform != "linux", reason="pidfds and subreapers")]
@@ -204,3 +205,15 @@ def test_a_standard_stream_that_is_closed_changes_nothing(tmp_path: Path, comman
     commands.append(command)
     assert command.ends() == (5, "", "")
     assert status(tmp_path) == "failed"
+
+
+def test_a_process_that_was_killed_is_seen_to_end_before_it_has() -> None:
+    # A driver that ran out of memory: Ray's processes end before the kernel has freed its memory.
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        assert not supervisor._exiting(child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert supervisor._exiting(child.pid)
+    finally:
+        child.wait()
