@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import sys
@@ -25,13 +24,6 @@ def open_standard_streams() -> None:
 
 
 def take_any_character() -> None:
-    """Has stdout replace the characters that its encoding lacks by "?"; Python raises an error by default.
-
-    The error handlers that lose nothing stay: ``surrogateescape`` of UTF-8, and those that ``PYTHONIOENCODING`` names.
-    """
-    out = sys.stdout
-    if not isinstance(out, io.TextIOWrapper):
-        return
-    unicode = codecs.lookup(out.encoding).name == "utf-8"
-    if out.errors == "strict" or (out.errors == "surrogateescape" and not unicode):
-        out.reconfigure(errors="replace")
+    """Has stdout replace the characters that its encoding lacks by "?"; Python raises an error by default."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

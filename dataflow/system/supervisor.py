@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dataflow.system.stopping import SIGNALS, stopping
-from dataflow.system.streams import open_standard_streams
 
 if TYPE_CHECKING:
     import asyncio
@@ -85,7 +84,6 @@ def supervise(work: Callable[[], int], finish: Summarise) -> int:
     Returns:
         The exit code, in both processes.
     """
-    open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     receives, sends = os.pipe()

@@ -196,17 +196,6 @@ def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path, commands:
     assert command.ends()[0] == 143
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_standard_stream_that_is_closed_changes_nothing(tmp_path: Path, commands: list[Command], closed: str) -> None:
-    (tmp_path / "sh").write_text(f'#!/bin/sh\nexec "$@" {closed}\n')
-    (tmp_path / "sh").chmod(0o755)
-    command = Command(tmp_path, "returns", before=str(tmp_path / "sh"))
-    commands.append(command)
-    assert command.ends() == (5, "", "")
-    assert status(tmp_path) == "failed"
-
-
 def test_a_process_that_was_killed_is_seen_to_end_before_it_has() -> None:
     # A driver that ran out of memory: Ray's processes end before the kernel has freed its memory.
     child = subprocess.Popen(["sleep", "600"])
