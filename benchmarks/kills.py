@@ -44,6 +44,8 @@ PROGRESS = re.compile(
     r"(step \d+/|starting workers|evaluating|training|making the tiny model|writing the model|stopped after"
     r"|'?\w.* died .*restart \d)"
 )
+# Ray's own words about the death of its processes, which no public setting turns off.
+RAYS = re.compile(r"(\x1b\[\d+m)?\(raylet\)|\[\d{4}-\d\d-\d\d [\d:,]+ E ")
 SENTENCE = re.compile(r"(\w+(Error|Failed|Lost)|interrupted)\b")
 
 
@@ -169,7 +171,7 @@ class Run:
         return {
             "code": None if hung else self.process.returncode,
             "took_s": round(took, 1),
-            "said": [line for line in said if not PROGRESS.match(line)],
+            "said": [line for line in said if not (PROGRESS.match(line) or RAYS.match(line))],
             "restarts": sum("restart" in line and " died " in line for line in said),
             "status": self._status(),
             "left": names,

@@ -59,9 +59,9 @@ def report(**facts: Any) -> None:
 
     Args:
         facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``grace``: seconds that a stopped
-            run takes to save a checkpoint; ``ray``: "started" or "closing"; ``daemon``: name and id of one of the
-            :data:`VITAL` processes; ``logs``: directory of Ray's logs; ``temporary``: a file or directory to remove
-            after the run (may be sent repeatedly); ``done``: the exit code, sent last.
+            run takes to save a checkpoint; ``ray``: "starting", "started" or "closing"; ``daemon``: name and id of
+            one of the :data:`VITAL` processes; ``logs``: directory of Ray's logs; ``temporary``: a file or directory
+            to remove after the run (may be sent repeatedly); ``done``: the exit code, sent last.
     """
     if _channel is not None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor was killed, so SIGTERM follows

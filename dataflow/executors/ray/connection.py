@@ -61,6 +61,7 @@ class LocalRay:
         options = _options()
         import ray
 
+        report(ray="starting")
         try:
             with safe_path():
                 context = _init(
