@@ -37,7 +37,6 @@ from _emulated import memory, noting
 from _run import ROOT, begin, table
 
 from dataflow.batch import Batch
-from dataflow.columns.block_file import BlockFile
 from dataflow.engines.base import Sampling
 from dataflow.executors.base import Done
 from dataflow.executors.ray import RayExecutor
@@ -141,7 +140,7 @@ async def measure(options: argparse.Namespace, samples: str) -> dict[str, Any]:
     pipeline = pipeline_of(options, samples)
     graph = expand(pipeline, preset(options.policy, 4), options.steps, 4, groups=options.prompts)
     executor = Counting(num_cpus=4, imports=["torch"])
-    trace = Trace.growing({}, BlockFile(samples))
+    trace = Trace()
     driver: list[float] = []
     given = prompts(options.prompts, PROMPT)
     await executor.open(pipeline)

@@ -2,25 +2,19 @@
 
 Columns are tensors, or numpy object arrays of everything else (text, chat messages, explanations of scores); ``meta``
 is a small dict for the whole batch (``weights_version``). Methods never change a batch but return a new one, so that
-several tasks may read one value at once. A TensorDict is made only where verl needs one: its import takes as long as
-torch's own, in each process (docs/decisions/0009).
-
-Between processes columns travel packed (:mod:`dataflow.columns`): without padding, in numpy arrays, whose memory Ray
-shares. Each is unpacked when it is first read, and then only the rows that were chosen before.
+several tasks may read one value at once. Columns that no stage has read stay in the form of :mod:`dataflow.columns`: a
+stage pays for the columns and rows that it reads. A TensorDict is made only where verl needs one: its import takes as
+long as torch's own, in each process (docs/decisions/0009).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dataflow.columns.lazy import LazyColumns
-from dataflow.columns.packed import Packed, packed
-from dataflow.columns.pickled import Pickled, objects
-from dataflow.columns.ragged import Dense
+from dataflow.columns import Column, Columns, Dense, Ragged, column_of, is_tensor, objects
 from dataflow.errors import DataflowError
 from dataflow.usercode.copies import own_copy
 
@@ -34,19 +28,19 @@ class Batch:
 
     Args:
         groups: group id of each row, int64 ``[rows]``; the rows of a group are adjacent.
-        columns: tensors of shape ``[rows, ...]`` (or packed ones), or lists/arrays of ``rows`` Python objects.
+        columns: tensors of shape ``[rows, ...]``, lists/arrays of ``rows`` Python objects, or :mod:`dataflow.columns`.
         meta: facts about the whole batch.
+
+    Attributes:
+        tensors, arrays: the columns of either kind by name.
 
     Raises:
         DataflowError: a column has another number of rows, the rows of a group are not adjacent, or an id is no whole
             number.
     """
 
-    __slots__ = ("_groups", "_ids", "arrays", "meta", "tensors")
-
-    tensors: LazyColumns[Tensor]
-    arrays: LazyColumns[np.ndarray]
-    meta: dict[str, Any]
+    tensors: Columns[Tensor]
+    arrays: Columns[np.ndarray]
 
     def __init__(
         self,
@@ -58,40 +52,38 @@ class Batch:
         if given.size and given.dtype.kind not in "iuO":
             raise DataflowError(f"Batch: group ids are whole numbers, not {given[0]!r}.")
         self.groups = given.astype(np.int64)  # a copy: the caller may change its array
-        rows, ids = len(self.groups), self.ids
-        if len(set(ids)) != len(ids):
-            torn = next(g for g in ids if ids.count(g) > 1)
+        """The group id of each row, int64 ``[rows]``."""
+        rows = len(self.groups)
+        bounds = np.flatnonzero(np.diff(self.groups)) + 1
+        self._starts = np.array([0, *bounds, rows]) if rows else np.zeros(1, dtype=np.int64)
+        self.ids: tuple[int, ...] = tuple(self.groups[self._starts[:-1]].tolist())
+        """The group ids in order, each once."""
+        if len(set(self.ids)) != len(self.ids):
+            torn = next(g for g in self.ids if self.ids.count(g) > 1)
             raise DataflowError(f"Batch: the rows of group {torn} are not adjacent; sort rows by group.")
         tensors: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         for name, column in (columns or {}).items():
             if len(column) != rows:
                 raise DataflowError(f"Batch: column '{name}' has {len(column)} rows, the batch has {rows}.")
-            if isinstance(column, Packed) or _is_tensor(column):
+            if isinstance(column, Dense | Ragged) or is_tensor(column):
                 tensors[name] = column
             else:
-                arrays[name] = column if isinstance(column, Pickled) else _objects(column)
-        self.tensors, self.arrays = LazyColumns(tensors), LazyColumns(arrays)
-        self.meta = dict(meta or {})
+                arrays[name] = column if isinstance(column, Column) else objects(column)
+        self.tensors, self.arrays = Columns(tensors), Columns(arrays)
+        self.meta: dict[str, Any] = dict(meta or {})
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        raw = dict(self.tensors.raw())
-        # By its id, as two names may have one tensor, which is packed and sent once.
-        each = {id(column): column for column in raw.values()}
-        sent = {at: column if isinstance(column, Packed) else packed(column) for at, column in each.items()}
-        tensors = {name: sent[id(column)] for name, column in raw.items()}
-        arrays = {
-            name: column if isinstance(column, Pickled) else objects(column) for name, column in self.arrays.raw()
-        }
-        return self.groups, tensors, arrays, self.meta
+    def __reduce__(self) -> tuple[Any, ...]:
+        raw = self._raw()
+        # By its id, as two names may have one tensor, which then travels once.
+        made = {key: column_of(column) for key, column in {id(column): column for column in raw.values()}.items()}
+        return Batch, (self.groups, {name: made[id(column)] for name, column in raw.items()}, self.meta)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.groups, tensors, arrays, self.meta = state
-        self.tensors = LazyColumns(tensors)
-        self.arrays = LazyColumns(arrays)
-
-    def __copy__(self) -> Batch:
-        return Batch(self.groups, self.unread, self.meta)
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Batch:
+        # own_copy, and not deepcopy, in whose copy equal rows would still share an object
+        tensors = {name: c.clone() if is_tensor(c) else c for name, c in self.tensors.raw.items()}
+        arrays = {name: c if isinstance(c, Column) else own_copy(c) for name, c in self.arrays.raw.items()}
+        return Batch(self.groups, {**tensors, **arrays}, own_copy(self.meta))
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -115,84 +107,65 @@ class Batch:
         return (*self.tensors, *self.arrays)
 
     @property
-    def groups(self) -> np.ndarray:
-        """The group id of each row, int64 ``[rows]``."""
-        return self._groups
-
-    @groups.setter
-    def groups(self, groups: np.ndarray) -> None:
-        self._groups = groups
-        self._ids: tuple[int, ...] | None = None
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The group ids in order, each once."""
-        if self._ids is None:
-            self._ids = tuple(self.groups[self._starts[:-1]].tolist())
-        return self._ids
-
-    @property
     def sizes(self) -> dict[int, int]:
         """The number of rows of each group, by id."""
         return dict(zip(self.ids, np.diff(self._starts).tolist(), strict=True))
 
     @property
-    def _starts(self) -> np.ndarray:
-        """The first row of each group, and the number of rows."""
-        if not len(self.groups):
-            return np.zeros(1, dtype=np.int64)
-        return np.concatenate([[0], np.flatnonzero(np.diff(self.groups)) + 1, [len(self.groups)]])
-
-    @property
     def columns(self) -> dict[str, Any]:
-        """All columns by name, which reads them; :attr:`unread` does not."""
+        """All columns by name, which reads them."""
         return {**self.tensors, **self.arrays}
 
+    def _raw(self) -> dict[str, Any]:
+        """Returns all columns by name, without reading any."""
+        return {**self.tensors.raw, **self.arrays.raw}
+
+    # --- what a column holds, without reading it ------------------------------------------------------------
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor column, which it does not read."""
-        return tuple(self._tensor(name).shape)
-
-    def nonzero(self, name: str, last: int | None = None) -> np.ndarray:
-        """Returns the number of values other than 0 in each row of a matrix, int64 ``[rows]``; does not read it.
-
-        Args:
-            name: of a tensor column ``[rows, width]``, such as a mask.
-            last: counts among as many values at the end of each row; None for all.
-        """
-        matrix, width = self._matrix(name), self.shape(name)[1]
-        return matrix.nonzero(width if last is None else min(last, width))
-
-    def last(self, name: str) -> np.ndarray:
-        """Returns the column of the last value of each row of a matrix that is not 0, int64 ``[rows]``; 0 if all are.
-
-        Does not read the matrix.
-        """
-        return self._matrix(name).last()
-
-    def masked(self, values: Tensor, name: str) -> Tensor | Packed:
-        """Returns a matrix that is 0 where a mask is 0; packed, without a search for its padding, if the mask is.
-
-        Args:
-            values: of the same shape as the mask.
-            name: of the mask, ``[rows, width]``.
-        """
-        column = self._tensor(name)
-        there = isinstance(column, Packed) and not values.requires_grad
-        found = column.masked(values) if there else None
-        return values.masked_fill(self.tensors[name] == 0, 0.0) if found is None else found
-
-    def _matrix(self, name: str) -> Packed | Dense:
-        """Returns a matrix that is 0 where a tensor column is 0, and not elsewhere; packed if it was not read yet."""
-        column = self._tensor(name)
-        if len(column.shape) != 2:
-            raise DataflowError(f"Batch: column '{name}' has the shape {tuple(column.shape)}, not [rows, width].")
-        return column if isinstance(column, Packed) else Dense((column != 0).cpu().numpy())
-
-    def _tensor(self, name: str) -> Any:
-        """Returns a tensor column, packed if it was not read yet."""
+        """Returns the shape of a tensor column."""
         if name not in self.tensors:
             raise DataflowError(f"Batch: no tensor '{name}'; it has {', '.join(self.tensors) or 'none'}.")
-        return self.unread[name]
+        return tuple(self.tensors.raw[name].shape)
+
+    def nonzero(self, name: str, last: int | None = None) -> np.ndarray:
+        """Returns the number of values other than 0 in each row of a mask, int64 ``[rows]``.
+
+        Args:
+            name: of a tensor column ``[rows, width]``, padded with 0.
+            last: counts among as many values at the end of each row; None for all.
+        """
+        mask = self._mask(name)
+        return mask.nonzero(mask.width if last is None else last)
+
+    def last(self, name: str) -> np.ndarray:
+        """Returns the column of the last value of each row of a mask that is not 0, int64 ``[rows]``; 0 if all are."""
+        return self._mask(name).last()
+
+    def _mask(self, name: str) -> Ragged:
+        shape, column = self.shape(name), self.tensors.raw[name]
+        if len(shape) != 2:
+            raise DataflowError(f"Batch: column '{name}' has the shape {shape}, not [rows, width].")
+        if isinstance(column, Ragged) and not column.pad:
+            return column
+        rows, width = shape
+        values = (self.tensors[name] != 0).cpu().numpy().reshape(-1)
+        lengths = np.full(rows, width, dtype=np.int64)
+        return Ragged(values, np.arange(rows) * width, lengths, np.zeros_like(lengths), width, values.dtype)
+
+    def within(self, name: str, mask: str) -> Tensor:
+        """Returns the values of a matrix where another one, of the same shape, is not 0, row after row.
+
+        Reads neither if both came without padding.
+        """
+        import torch
+
+        column, by = self.tensors.raw[name], self.tensors.raw[mask]
+        if isinstance(column, Ragged) and isinstance(by, Ragged) and (flat := column.within(by)) is not None:
+            return torch.from_numpy(flat)
+        return self.tensors[name][self.tensors[mask] != 0]
+
+    # --- other rows ------------------------------------------------------------------------------------------
 
     def select(self, groups: Sequence[int]) -> Batch:
         """Returns the rows of these groups, in the order given.
@@ -208,11 +181,11 @@ class Batch:
             raise DataflowError(f"Batch: no group {missing[0]}; it holds {len(where)} groups.")
         if len(set(groups)) != len(groups):
             raise DataflowError("Batch: a group was selected twice; select each group once.")
-        starts, at = self._starts, np.array([where[g] for g in groups], dtype=np.int64)
-        wanted = np.diff(starts)[at]
+        at = np.array([where[g] for g in groups], dtype=np.int64)
+        sizes = np.diff(self._starts)[at]
         # The rows of each group follow one another, from its first one on.
-        shift = starts[at] - (np.cumsum(wanted) - wanted)
-        return self.rows(np.arange(int(wanted.sum())) + np.repeat(shift, wanted))
+        shift = self._starts[at] - (np.cumsum(sizes) - sizes)
+        return self.rows(np.arange(int(sizes.sum())) + np.repeat(shift, sizes))
 
     def rows(self, index: Sequence[int] | np.ndarray) -> Batch:
         """Returns these rows, in the order given.
@@ -242,54 +215,11 @@ class Batch:
             )
         return at.astype(np.int64, copy=False)
 
-    def within(self, name: str, mask: str) -> Tensor:
-        """Returns the values of a matrix where another one, of the same shape, is not 0, row after row.
-
-        Reads neither if they came without the padding that the mask leaves out.
-        """
-        import torch
-
-        column, by = self._tensor(name), self._tensor(mask)
-        if isinstance(column, Packed) and isinstance(by, Packed) and (flat := column.within(by)) is not None:
-            return torch.from_numpy(flat)
-        return self.tensors[name][self.tensors[mask] != 0]
-
     def _picked(self, at: np.ndarray) -> dict[str, Any]:
-        """Returns the columns of rows, packed if they were not read yet."""
-        columns: dict[str, Any] = {}
-        for name, column in self.unread.items():
-            if isinstance(column, Packed | Pickled):
-                columns[name] = column.rows(at)
-            elif isinstance(column, np.ndarray):
-                columns[name] = column[at]
-            else:
-                import torch
-
-                try:  # numpy's copy starts no threads, whose waiting takes more CPU time than the copy
-                    columns[name] = torch.from_numpy(column.numpy()[at])
-                except (TypeError, RuntimeError):  # numpy has no such type, or it has a gradient
-                    columns[name] = column[torch.from_numpy(at)]
-        return columns
-
-    @property
-    def unread(self) -> dict[str, Any]:
-        """All columns by name, for another batch of these rows: those not read yet are packed, and stay so."""
-        return {**dict(self.tensors.raw()), **dict(self.arrays.raw())}
-
-    def only(self, *names: str, **renamed: str) -> Batch:
-        """Returns a batch with these columns alone, none of which it reads.
-
-        Args:
-            names: columns that keep their names.
-            renamed: the column of this batch for each new name.
-
-        Raises:
-            DataflowError: there is no such column.
-        """
-        raw, wanted = self.unread, {**dict(zip(names, names, strict=True)), **renamed}
-        return Batch(
-            self.groups, {to: raw[name] if name in raw else self[name] for to, name in wanted.items()}, self.meta
-        )
+        """Returns the columns of rows, unread if they are."""
+        return {
+            name: column.rows(at) if isinstance(column, Column) else column[at] for name, column in self._raw().items()
+        }
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch, in order, into ``parts`` batches with the same number of whole groups.
@@ -308,20 +238,24 @@ class Batch:
 
         Object columns are copied for each row, so that a change to one chat does not show in the others.
         """
-        at = np.repeat(np.arange(len(self)), n)
-        rows = self.rows(at)
-        arrays = {
-            name: column.rows(at, own=True) if isinstance(column, Pickled) else own_copy(column[at])
-            for name, column in self.arrays.raw()
-        }
-        return Batch(rows.groups, {**dict(rows.tensors.raw()), **arrays}, rows.meta)
+        rows = self.rows(np.repeat(np.arange(len(self)), n))
+        arrays = {name: c if isinstance(c, Column) else own_copy(c) for name, c in rows.arrays.raw.items()}
+        return Batch(rows.groups, {**rows.tensors.raw, **arrays}, rows.meta)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Batch:
-        tensors = {
-            name: column.trimmed() if isinstance(column, Packed) else column.clone()
-            for name, column in self.tensors.raw()
-        }
-        return Batch(self.groups.copy(), {**tensors, **own_copy(dict(self.arrays))}, own_copy(self.meta))
+    # --- other columns ---------------------------------------------------------------------------------------
+
+    def only(self, *names: str, **renamed: str) -> Batch:
+        """Returns a batch with these columns alone, none of which it reads.
+
+        Args:
+            names: columns that keep their names.
+            renamed: the column of this batch for each new name.
+
+        Raises:
+            DataflowError: there is no such column.
+        """
+        raw, wanted = self._raw(), {**dict(zip(names, names, strict=True)), **renamed}
+        return self.like(**{to: raw[name] if name in raw else self[name] for to, name in wanted.items()})
 
     def like(self, **columns: Any) -> Batch:
         """Returns a batch of the same groups with only these columns, as a stage that adds columns returns."""
@@ -333,11 +267,11 @@ class Batch:
         Raises:
             DataflowError: the batches do not have the same groups in the same order.
         """
-        columns, meta = self.unread, dict(self.meta)
+        columns, meta = self._raw(), dict(self.meta)
         for other in others:
             if not np.array_equal(self.groups, other.groups):
                 raise DataflowError(f"Batch: cannot merge {other!r} into {self!r}: their groups differ.")
-            columns = {**columns, **other.unread}
+            columns |= other._raw()
             meta |= other.meta
         return Batch(self.groups, columns, meta)
 
@@ -354,24 +288,26 @@ class Batch:
         parts = list(batches)
         if not parts:
             raise DataflowError("Batch: nothing to concatenate.")
-        names = set(parts[0].tensors)
+        first = parts[0]
         for part in parts[1:]:
-            if set(part.tensors) != names:
+            if set(part.tensors) != set(first.tensors):
                 raise DataflowError(
-                    f"Batch: cannot concatenate columns {sorted(parts[0].names)} with {sorted(part.names)}."
+                    f"Batch: cannot concatenate columns {sorted(first.names)} with {sorted(part.names)}."
                 )
         ids = [group for part in parts for group in part.ids]
         if len(set(ids)) != len(ids):
             raise DataflowError("Batch: cannot concatenate batches that have the same group.")
         if len(parts) == 1:
-            return parts[0].rows(np.arange(len(parts[0])))  # a change to the result is none to the part
-        columns: dict[str, Any] = {name: _joined([part.tensors for part in parts], name) for name in parts[0].tensors}
+            return first.rows(np.arange(len(first)))  # a change to the result is none to the part
+        columns = {name: _joined(name, [part.tensors for part in parts]) for name in first.tensors}
         for name in dict.fromkeys(name for part in parts for name in part.arrays):
-            columns[name] = _gathered(parts, name)
+            columns[name] = _joined(name, [part.arrays for part in parts], [len(part) for part in parts])
         meta: dict[str, Any] = {}
         for part in parts:
             meta |= part.meta
         return Batch(np.concatenate([part.groups for part in parts]), columns, meta)
+
+    # --- verl's form -----------------------------------------------------------------------------------------
 
     def to_dataproto(self) -> DataProto:
         """Returns a DataProto of verl with the same columns, and the group ids as text in ``uid``."""
@@ -391,46 +327,17 @@ class Batch:
         groups = [int(g) for g in columns.pop("uid")]
         return Batch(groups, columns, data.meta_info)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor columns, unpacked."""
-        return sum(
-            column.nbytes if isinstance(column, Packed) else column.numel() * column.element_size()
-            for _name, column in self.tensors.raw()
-        )
 
-
-def _is_tensor(column: Any) -> bool:
-    """True for a tensor. Does not import torch, which takes seconds: where it is not imported, there is no tensor."""
-    return isinstance(column, getattr(sys.modules.get("torch"), "Tensor", ()))
-
-
-def _joined(parts: Sequence[LazyColumns[Tensor]], name: str) -> Any:
-    """Returns the rows of a tensor column, packed if those of all parts are."""
-    raw = [dict(part.raw())[name] for part in parts]
-    if all(isinstance(column, Packed) for column in raw) and (whole := Packed.concat(raw)) is not None:
+def _joined(name: str, parts: Sequence[Columns[Any]], rows: Sequence[int] = ()) -> Any:
+    """Returns the rows of a column of all parts, unread if all are; None in the rows of a part that lacks it."""
+    raw: list[Any] = [part.raw.get(name) for part in parts]
+    if all(isinstance(column, Column) for column in raw) and (whole := Column.concat(raw)) is not None:
         return whole
-    import torch
+    if is_tensor(raw[0]) or isinstance(raw[0], Dense | Ragged):
+        import torch
 
-    return torch.cat([part[name] for part in parts])
-
-
-def _gathered(parts: Sequence[Batch], name: str) -> Any:
-    """Returns the rows of an object column of all parts, packed if all are; None where a part lacks it."""
-    raw: list[Any] = [dict(part.arrays.raw()).get(name) for part in parts]
-    if all(isinstance(column, Pickled) for column in raw):
-        return Pickled.concat(raw)
-    found = [part.arrays.get(name, _objects([None] * len(part))) for part in parts]
+        return torch.cat([part[name] for part in parts])
+    found = [part.get(name, objects([None] * n)) for part, n in zip(parts, rows, strict=True)]
     if len({column.dtype for column in found}) > 1:
         found = [column.astype(object) for column in found]  # numpy would turn numbers into texts, or round them
     return np.concatenate(found)
-
-
-def _objects(column: Any) -> np.ndarray:
-    """Returns a 1-D object array; numpy alone would turn a list of lists of equal length into a matrix."""
-    if isinstance(column, np.ndarray) and column.ndim == 1:
-        return column
-    array = np.empty(len(column), dtype=object)
-    for i, item in enumerate(column):
-        array[i] = item
-    return array

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from dataflow.columns.texts import encoded
-
 if TYPE_CHECKING:
     import torch
 
@@ -56,7 +54,7 @@ class Sample:
             response was cut off before one.
         mask: 1 for each token that the model sampled, 0 for tokens of a tool's answer; None if it sampled all.
         facts: further columns of the sample's row, by name.
-        text: of its tokens, without special ones, perhaps encoded already; None if it is still to be written.
+        text: of its tokens, without special ones; None if it is still to be written.
     """
 
     group: int
@@ -67,10 +65,10 @@ class Sample:
     finish: Literal["stop", "length"]
     mask: Sequence[int] | None = None
     facts: Mapping[str, Any] | None = None
-    text: str | bytes | None = None
+    text: str | None = None
 
     def compact(self) -> Sample:
-        """Returns the same sample with arrays of numbers and its text encoded.
+        """Returns the same sample with arrays of numbers.
 
         They take a tenth of the memory of lists, and a batch is made of them in a tenth of the time. So samples are
         converted as they arrive, while others are still being drawn.
@@ -79,7 +77,6 @@ class Sample:
             "tokens": np.asarray(self.tokens, dtype=np.int32),
             "log_probs": np.asarray(self.log_probs, dtype=np.float32),
             "mask": None if self.mask is None else np.asarray(self.mask, dtype=np.int8),
-            "text": encoded(self.text) if isinstance(self.text, str) else self.text,
         }
         return replace(self, **fields)
 

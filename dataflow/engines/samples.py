@@ -11,10 +11,7 @@ import numpy as np
 import torch
 
 from dataflow.batch import Batch
-from dataflow.columns.packed import Packed
-from dataflow.columns.pickled import Pickled
-from dataflow.columns.ragged import Progression, Ragged, narrowed
-from dataflow.columns.texts import Texts, encoded
+from dataflow.columns import Ragged, Texts
 from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import ConfigError, DataError, DataflowError
 
@@ -199,27 +196,25 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     before = np.array(list(map(len, given)))[owner]
     both, first = before + after, wide - before
     whole = wide + length
-    none = np.zeros(len(rows), dtype=np.int64)
-    tokens = narrowed(np.concatenate([*itertools.chain.from_iterable(zip(asked, drawn, strict=True))]))
-    ends = np.cumsum(both)
+    tokens = np.concatenate([*itertools.chain.from_iterable(zip(asked, drawn, strict=True))])
     log_probs = np.concatenate([np.asarray(sample.log_probs, dtype=np.float32) for sample in rows])
+    counted = np.arange(both.max(), dtype=np.int32)
+    places = np.concatenate([counted[:size] for size in both.tolist()])
+    none, begins, drawn_at = np.zeros_like(after), np.cumsum(both) - both, np.cumsum(after) - after
     integers = np.dtype(np.int64)
     columns: dict[str, Any] = {
         # Three matrices of the same tokens.
-        "prompts": Packed([Ragged(tokens, before, first, wide, integers, pad, pad, ends - after)]),
-        "responses": Packed([Ragged(tokens, after, none, length, integers, pad, pad, ends)]),
-        "input_ids": Packed([Ragged(tokens, both, first, whole, integers, pad, pad)]),
-        "attention_mask": Packed([Progression(1, 0, both, first, whole)]),
-        # Padding counts nothing: 0 before the prompt, and after the response the place of its last token.
-        "position_ids": Packed([Progression(0, 1, both, first, whole, 0, both - 1)]),
-        "response_mask": Packed([_mask(rows, after, length)]),
-        "rollout_log_probs": Packed([Ragged(log_probs, after, none, length, log_probs.dtype)]),
+        "prompts": Ragged(tokens, begins, before, first, wide, integers, pad),
+        "responses": Ragged(tokens, begins + before, after, none, length, integers, pad),
+        "input_ids": Ragged(tokens, begins, both, first, whole, integers, pad),
+        "attention_mask": Ragged(np.ones(len(tokens), np.int8), begins, both, first, whole, integers),
+        "position_ids": Ragged(places, begins, both, first, whole, integers),
+        "response_mask": Ragged(_mask(rows, after), drawn_at, after, none, length, integers),
+        "rollout_log_probs": Ragged(log_probs, drawn_at, after, none, length, log_probs.dtype),
     }
     if SHOWN in prompts:
         shown = prompts[SHOWN]
-        columns["position_ids"] = with_shown(
-            columns["position_ids"].tensor(), [shown[at] for at in owner.tolist()], wide
-        )
+        columns["position_ids"] = with_shown(columns["position_ids"].read(), [shown[at] for at in owner.tolist()], wide)
     columns["response_text"] = _texts(rows, tokenizer)
     columns["finish_reason"] = [sample.finish for sample in rows]
     ids = prompts.ids
@@ -227,20 +222,18 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     repeated = mine.only(*(name for name in mine.names if name != "prompt_ids")).repeat(n)
     names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
     facts = {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
-    meta = {**prompts.meta, "weights_version": min(sample.version for sample in rows)}
-    return Batch(repeated.groups, repeated.unread | facts | columns, meta)
+    found = repeated.merge(repeated.like(**facts, **columns))
+    found.meta["weights_version"] = min(sample.version for sample in rows)
+    return found
 
 
-def _mask(rows: Sequence[Sample], tokens: np.ndarray, length: int) -> Ragged:
-    """Returns the mask of responses of these numbers of tokens."""
-    none = np.zeros(len(rows), dtype=np.int64)
-    if all(sample.mask is None for sample in rows):
-        return Progression(1, 0, tokens, none, length)
-    masks = np.ones(int(tokens.sum()), np.int8)
+def _mask(rows: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
+    """Returns the mask of the responses' tokens, int8, one response after another."""
+    mask = np.ones(int(tokens.sum()), np.int8)
     for sample, end in zip(rows, np.cumsum(tokens).tolist(), strict=True):
         if sample.mask is not None:
-            masks[end - len(sample.mask) : end] = sample.mask
-    return Ragged(masks, tokens, none, length, np.dtype(np.int64))
+            mask[end - len(sample.mask) : end] = sample.mask
+    return mask
 
 
 def _in_order(prompts: Batch, samples: Sequence[Sample]) -> tuple[list[Sample], np.ndarray, int]:
@@ -278,9 +271,8 @@ def _check_lengths(rows: Sequence[Sample], tokens: np.ndarray) -> None:
             )
 
 
-def _texts(rows: Sequence[Sample], tokenizer: Any) -> Pickled:
+def _texts(rows: Sequence[Sample], tokenizer: Any) -> Texts:
     """Returns the text of each sample; writes those that are not written yet."""
     left = [list(map(int, sample.tokens)) for sample in rows if sample.text is None]
     written = iter(tokenizer.batch_decode(left, skip_special_tokens=True) if left else ())
-    texts = (next(written) if sample.text is None else sample.text for sample in rows)
-    return Pickled([Texts.joined([text if isinstance(text, bytes) else encoded(text) for text in texts])])
+    return Texts.of([next(written) if sample.text is None else sample.text for sample in rows])

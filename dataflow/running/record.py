@@ -14,7 +14,6 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.columns.block_file import BlockFile
 from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.files import replaced, written
 from dataflow.running.remains import EARLIER, EVALUATIONS, UNLOGGED, summarise, total_so_far, written_by
@@ -66,7 +65,7 @@ class Record:
 
     def __init__(self, directory: Path, backends: Backends, gpus: int = 1) -> None:
         self.directory = directory
-        self.trace = self._growing({})
+        self.trace = Trace()
         self.before = Trace()
         self.evaluations: dict[int, float] = {}
         self.accurate: dict[int, bool] = {}
@@ -80,9 +79,6 @@ class Record:
         self._tracker: Tracker | None = None
         self._writer: TraceWriter | None = None
         self._evaluations: TraceWriter | None = None
-
-    def _growing(self, meta: Mapping[str, Any]) -> Trace:
-        return Trace.growing(meta, BlockFile(self.directory))
 
     # --- resuming -------------------------------------------------------------------------------------------
 
@@ -118,7 +114,7 @@ class Record:
             [m for m in self.before.marks if m.args.get("step", 0) <= step],
             meta=self.before.meta,
         )
-        old, self.trace = self.trace, self._growing(self.trace.meta)
+        old, self.trace = self.trace, Trace(meta=self.trace.meta)
         last = max((s.end for s in old.spans), default=0.0)
         dropped = 0.0  # end of the work that is lost
         for span in old.spans:

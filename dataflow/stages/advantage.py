@@ -139,8 +139,8 @@ def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, t
 
 def _masked(data: Batch, columns: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns columns that are 0 where the response mask is; two names of one tensor stay names of one."""
-    distinct = {id(values): values for values in columns.values()}
-    each = {key: data.masked(values, "response_mask") for key, values in distinct.items()}
+    mask = data["response_mask"] == 0
+    each = {key: values.masked_fill(mask, 0.0) for key, values in {id(v): v for v in columns.values()}.items()}
     return {name: each[id(values)] for name, values in columns.items()}
 
 
@@ -200,7 +200,7 @@ def _of_equal_scores(data: Batch, estimator: Estimator) -> torch.Tensor:
 
 
 def _needed(samples: Batch, algorithm: Any) -> Batch:
-    """Returns the columns that estimator and metrics read; the others, most of a batch's bytes, stay packed."""
+    """Returns the columns that estimator and metrics read; the others, most of a batch's bytes, stay unread."""
     import torch
 
     names = ["response_mask", "score", *_READ]

@@ -8,11 +8,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
-from dataflow.columns.block_file import BlockFile
-from dataflow.columns.records import Records
 from dataflow.graph import TaskId
 from dataflow.timeline.downtime import Downtime, downtimes, resumed
 
@@ -60,7 +57,7 @@ class Span:
         return bool(self.args.get("optional"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a run has millions
 class Mark:
     """An interval inside a task that takes no slot: a reward request of a step, group and sample."""
 
@@ -76,7 +73,7 @@ def called(facts: Mapping[str, Any]) -> bool:
     return facts.get("how", "") in ("", "hedged")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Level:
     """The value of a varying number (a limit) from the time ``at`` on, in seconds from the run's first task."""
 
@@ -124,22 +121,16 @@ class Trace:
         levels: changes of limits.
         meta: ``policy``, ``steps``, ``seed``, ``status`` ("running", "finished", "interrupted", "failed", or "cut off"
             for a file without its end, where ``cut`` describes what is missing), ``resources`` {name: slots, None for
-            any number}, ``started`` (unix time of second 0), ``version``; of a run that was resumed, ``gaps``
+            any number}, ``started`` (unix time of second 0); of a run that was resumed, ``gaps``
             [[begin, end, why], ...] in seconds and ``resumed`` [step of the checkpoint, ...].
         sink: called with all items after they are added, for example to write them to a file.
     """
 
     spans: list[Span] = field(default_factory=list)
-    marks: list[Mark] | Records[Mark] = field(default_factory=list)
-    levels: list[Level] | Records[Level] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     sink: Callable[..., None] | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def growing(cls, meta: Mapping[str, Any], file: BlockFile) -> Trace:
-        """Returns an empty trace for a run, which keeps its older marks and levels packed in a file."""
-        marks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, file=file)
-        return cls([], marks, Records(attrgetter("name", "at", "value"), Level, file=file), dict(meta))
 
     def add(self, *items: Span | Mark | Level) -> None:
         """Adds spans, marks and levels; one call per task, so that the sink gets all of a task or nothing."""

@@ -6,7 +6,7 @@ import functools
 import io
 import pickle
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import IO, Any, ClassVar
 
@@ -21,6 +21,17 @@ def dumps(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | No
     file = io.BytesIO()
     dump(value, file, buffer_callback)
     return file.getvalue()
+
+
+def dumps_each(values: Iterable[Any]) -> tuple[bytes, list[int]]:
+    """Pickles values one after another, each on its own; returns the bytes, and the end of each value's in them."""
+    file, ends = io.BytesIO(), []
+    pickler = _pickler()(file, protocol=pickle.HIGHEST_PROTOCOL)
+    for value in values:
+        pickler.clear_memo()
+        pickler.dump(value)
+        ends.append(file.tell())
+    return file.getvalue(), ends
 
 
 def dump(value: Any, file: IO[bytes], buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:

@@ -43,7 +43,7 @@ def test_samples_are_the_same_rows_in_any_order_and_whether_compact_or_not() -> 
     assert batch["responses"].tolist() == [[8, 8, 8, 0, 0], [8, 8, 8, 8, 0], [6, 0, 0, 0, 0], [6, 6, 0, 0, 0]]
     assert batch["input_ids"].tolist() == torch.cat([batch["prompts"], batch["responses"]], dim=1).tolist()
     assert batch["attention_mask"][3].tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
-    assert batch["position_ids"][1].tolist() == [0, 0, 1, 2, 3, 4, 5, 5]
+    assert batch["position_ids"][1].tolist() == [0, 0, 1, 2, 3, 4, 5, 0]
     again = to_batch(prompts, [one.compact() for one in samples[::-1]], 5, None, 0)
     assert {name: list(map(str, again[name])) for name in again.names} == {
         name: list(map(str, batch[name])) for name in batch.names
@@ -58,8 +58,8 @@ def test_each_row_has_its_finish_reason() -> None:
 def test_tokens_of_prompts_and_responses_travel_once() -> None:
     samples = [Sample(3, index, [100 + index] * 2000, [-1.0] * 2000, 1, "stop", text="") for index in range(8)]
     batch = to_batch(PROMPTS, samples, 2048, None, 0).rows(range(8))
-    tokens, log_probs = 8 * 2002, 8 * 2000 * 4  # a byte each
-    assert len(pickle.dumps(batch)) < tokens + log_probs + 8192
+    bytes_of = 4 + 4 + 4 + 1 + 1  # a token, its log-prob, its position, two masks
+    assert len(pickle.dumps(batch)) < 8 * 2002 * bytes_of + 8192
 
 
 def test_groups_of_different_sizes_are_refused() -> None:

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 
 from dataflow.batch import Batch
-from dataflow.columns.packed import Packed
-from dataflow.columns.ragged import Ragged
+from dataflow.columns import Ragged
 from dataflow.engines.verl.lora import has_adapter, merged
 from dataflow.engines.verl.measures import count_flops, reduced, weighed
 from dataflow.engines.verl.rows import INPUTS, Spans, halves, inputs_of, jagged
@@ -230,12 +229,10 @@ class TrainedModel:
         tokens = int(batch.nonzero("response_mask").sum())
         return weighed(metrics, len(batch), tokens, clock.now() - began, self.loss_agg_mode)
 
-    def _infer(
-        self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any
-    ) -> dict[str, torch.Tensor | Packed]:
+    def _infer(self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any) -> dict[str, Ragged]:
         """Returns outputs of the model for all rows, on every rank, float32 ``[rows, R]``, 0 where the mask is.
 
-        They are packed, since verl's engine returns them without padding.
+        They have no padding yet, as verl's engine returns them without.
         """
         from verl.utils import tensordict_utils as tu
 
@@ -329,7 +326,7 @@ class TrainedModel:
             tu.assign_non_tensor(rows, use_dynamic_bsz=True, max_token_len_per_gpu=self.max_tokens)
         return rows
 
-    def _gather(self, mine: torch.Tensor, spans: Spans, slots: np.ndarray) -> Packed:
+    def _gather(self, mine: torch.Tensor, spans: Spans, slots: np.ndarray) -> Ragged:
         """Returns the rows of all ranks in the batch's order, without the rows that pad pieces.
 
         Args:
@@ -350,7 +347,8 @@ class TrainedModel:
         values = torch.cat(parts).cpu().numpy()
         order = np.empty(int((flat >= 0).sum()), dtype=np.int64)
         order[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
-        return Packed([Ragged(values, lengths, np.zeros_like(lengths), spans.room, np.dtype(np.float32))], order)
+        begins, starts = np.cumsum(lengths) - lengths, np.zeros_like(lengths)
+        return Ragged(values, begins, lengths, starts, spans.room, np.dtype(np.float32)).rows(order)
 
 
 @functools.lru_cache(maxsize=4)
