@@ -185,8 +185,10 @@ class Ragged(Column):
 
     def last(self) -> np.ndarray:
         """Returns the column of the last value of each row that is not 0, of a matrix padded with 0; 0 if all are."""
-        places = np.append(-1, np.flatnonzero(self.values))
-        last = places[np.searchsorted(places, self.begins + self.lengths) - 1]
+        last = self.begins + self.lengths - 1
+        if not self.values.all():
+            places = np.append(-1, np.flatnonzero(self.values))
+            last = places[np.searchsorted(places, last, side="right") - 1]
         return np.where(last >= self.begins, self.starts + last - self.begins, 0)
 
     def within(self, mask: Ragged) -> np.ndarray | None:
