@@ -274,7 +274,9 @@ class FakeVllm(FakeServer):
 
 
 class FakeSglang(FakeServer):
-    """SGLang's server."""
+    """SGLang's server; an ``old`` one has its page at the earlier address."""
+
+    old = False
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
         """See :meth:`FakeServer.answer`."""
@@ -282,12 +284,12 @@ class FakeSglang(FakeServer):
             options = body["sampling_params"]
             return _Sample(body, body["input_ids"], options["sampling_seed"], options["max_new_tokens"])
         self.calls.append(path)
-        if path == "/model_info":
+        if path == ("/get_model_info" if self.old else "/model_info"):
             return {"model_path": self.root, "weight_version": self.label, "is_generation": True}
         if path == "/tokenize":
             return {"tokens": self.text_tokens(body["prompt"])}
-        if path == "/server_info":
-            return {"context_length": self.longest, "version": "0.5.6"}
+        if path == "/v1/models":
+            return {"data": [{"id": "served", "max_model_len": self.longest}]}
         if path == "/update_weights_from_disk":
             if self.broken:
                 return 400, {"success": False, "message": self.broken}

@@ -294,10 +294,8 @@ class HttpRollout:
         return await asyncio.shield(self._writing)
 
     async def _replace(self, directory: Path, version: int) -> None:
-        """Replaces the weights of all servers, while the gate is held; samples in flight end before, or are aborted.
-
-        To go on with them from the new weights would need no more than neither of both, and another mode of the pause.
-        """
+        """Replaces the weights of all servers, while the gate is held."""
+        # Otherwise the load itself aborts the samples in flight, and _drawn draws them again.
         while self._drawing and self._in_flight == "wait":
             await asyncio.wait(self._drawing)
         before = self._weights, self.version

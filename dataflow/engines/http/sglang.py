@@ -9,22 +9,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataflow.engines.base import Sampling
-from dataflow.engines.http.server import Client, ServerError, Wanted, check_model, reading
+from dataflow.engines.http.server import Client, Wanted, check_model, reading
+
+PAGES = ("/model_info", "/get_model_info")
+"""Pages about the model; the one of older versions last."""
 
 
 class SglangServer:
-    """The requests of one server, as those of :class:`~dataflow.engines.http.vllm.VllmServer`."""
+    """The requests of one server, as those of :class:`~dataflow.engines.http.vllm.VllmServer`.
 
-    def __init__(self, client: Client) -> None:
+    Args:
+        client: of the server.
+        page: about its model, one of :data:`PAGES`.
+    """
+
+    def __init__(self, client: Client, page: str) -> None:
         self.client = client
+        self._page = page
 
     async def check(self, wanted: Wanted) -> str:
         """Checks that the server can serve a run; returns what it is."""
-        model, server = await self.client.get("/model_info"), await self.client.get("/server_info")
-        with reading("GET /server_info"):
-            root, longest, kind = model["model_path"], int(server["context_length"]), f"SGLang {server['version']}"
+        about, models = await self.client.get(self._page), await self.client.get("/v1/models")
+        with reading("GET /v1/models"):
+            root, longest = about["model_path"], int(models["data"][0]["max_model_len"])
         await check_model(self.client, wanted, longest, root, {}, {})
-        return kind
+        return "SGLang"
 
     async def sample(
         self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], seed: int
@@ -57,14 +66,11 @@ class SglangServer:
 
     async def label(self) -> str:
         """Returns the label of the weights that the server holds, which a restart loses."""
-        reply = await self.client.get("/model_info")
-        with reading("GET /model_info"):
+        reply = await self.client.get(self._page)
+        with reading(f"GET {self._page}"):
             return str(reply["weight_version"])
 
     async def load(self, directory: Path, label: str) -> None:
         """Makes the server load all weights of a directory, and hold their label once it has."""
         options = {"weight_version": label, "flush_cache": True, "abort_all_requests": True}
-        reply = await self.client.post("/update_weights_from_disk", {"model_path": str(directory), **options})
-        with reading("POST /update_weights_from_disk"):
-            if not reply["success"]:
-                raise ServerError(f"POST /update_weights_from_disk failed: {reply['message']}", status=400)
+        await self.client.post("/update_weights_from_disk", {"model_path": str(directory), **options})

@@ -313,6 +313,27 @@ def test_a_sync_waits_for_samples_in_flight_or_draws_them_again(
     on([server], test, slots=8, in_flight=in_flight)
 
 
+def test_a_load_may_take_longer_than_samples_wait_for_a_server(on: Any, models: list[str]) -> None:
+    server = FakeVllm()
+    answer = server.answer
+
+    def slow(method: str, path: str, body: dict[str, Any]) -> Any:
+        if body.get("method") == "reload_weights":
+            threading.Event().wait(0.6)
+        return answer(method, path, body)
+
+    async def test(engine: HttpRollout) -> None:
+        await engine.sample([3], SAMPLING, (1, 2, 3))
+        server.hold()
+        drawing = asyncio.ensure_future(drawn(engine))
+        await until(lambda: server.running == 8)
+        server.answer = slow  # type: ignore[method-assign]
+        await engine.sync(weights_of(models[1]), 1)
+        check(await drawing, models[1], 1)
+
+    on([server], test, slots=8, in_flight="abort", wait=0.2)
+
+
 @BOTH
 def test_weights_that_servers_refuse(on: Any, models: list[str], kind: type[FakeServer]) -> None:
     servers = [kind(), kind()]
