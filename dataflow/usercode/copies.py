@@ -80,21 +80,3 @@ def _deep(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # whatever an object that cannot be copied raises
         return value
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value consists of dicts, lists, tuples, sets, arrays, numbers and texts: nothing runs if it is copied.
-
-    >>> is_plain({"a": [1, ("b", None)]}), is_plain([print])
-    (True, False)
-    """
-    kind, numpy = type(value), sys.modules.get("numpy")
-    if kind in _LEAVES:
-        return True
-    if kind is dict:
-        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
-    if kind is list or kind is tuple or kind is set:
-        return {*map(type, value)} <= _LEAVES or all(map(is_plain, value))
-    if numpy is None or kind is not numpy.ndarray:
-        return False
-    return not value.dtype.hasobject or (value.dtype == object and all(map(is_plain, value.flat)))

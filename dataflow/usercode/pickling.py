@@ -11,15 +11,14 @@ from types import CodeType
 from typing import IO, Any, ClassVar
 
 
-def dumps(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
+def dumps(value: Any) -> bytes:
     """Returns the pickle of a value; ``pickle.loads`` reads it.
 
     Args:
         value: of any type that cloudpickle pickles; that pickle does, where cloudpickle is not installed.
-        buffer_callback: is called with each buffer that stays out of the pickle, as ``pickle.dumps`` does.
     """
     file = io.BytesIO()
-    dump(value, file, buffer_callback)
+    dump(value, file)
     return file.getvalue()
 
 
@@ -34,9 +33,9 @@ def dumps_each(values: Iterable[Any]) -> tuple[bytes, list[int]]:
     return file.getvalue(), ends
 
 
-def dump(value: Any, file: IO[bytes], buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
+def dump(value: Any, file: IO[bytes]) -> None:
     """Writes the pickle of a value to a file; as :func:`dumps`."""
-    _pickler()(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback).dump(value)
+    _pickler()(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
 
 
 @functools.cache
