@@ -17,7 +17,7 @@ from dataflow.files import decoded
 if TYPE_CHECKING:
     from random import Random
 
-_MOST_S, _MOST_SIGMA = 1e9, 20.0  # beyond them, sums of durations are no numbers
+_MOST_SIGMA = 20.0  # beyond it, durations are no numbers
 _FORMS = {"uniform": "uniform:LOW:HIGH", "lognormal": "lognormal:MEDIAN:SIGMA", "empirical": "empirical:FILE"}
 
 
@@ -98,48 +98,44 @@ def parse_distribution(text: str | float, what: str = "latency", folder: Path | 
     2.5
     """
     word, *rest = str(text).strip().split(":")
-    if word != "empirical" and any((_number(part) or 0.0) > _MOST_S for part in (word, *rest)):
-        raise ConfigError(f"{what} '{text}' is longer than a run may last; give at most {_MOST_S:.0f} seconds.")
+    where = f"{what} '{text}'"
     if not rest and (value := _number(word)) is not None:
         if value < 0:
-            raise ConfigError(f"{what} '{text}' is negative; give seconds of 0 or more.")
+            raise ConfigError(f"{where} is negative; give seconds of 0 or more.")
         return Distribution("constant", value)
     if word not in _FORMS:
         *forms, last = _FORMS.values()
         hint = nearest(word, _FORMS) or f"; give a number of seconds, {', '.join(forms)} or {last}."
-        raise ConfigError(f"{what} '{text}': no distribution is named '{word}'{hint}")
+        raise ConfigError(f"{where}: no distribution is named '{word}'{hint}")
     if word == "empirical":
         if not any(rest):
-            raise ConfigError(f"{what} '{text}' names no file; write {_FORMS[word]}, of a file with a number a line.")
-        return _measured(str(text), what, (folder or Path()) / ":".join(rest))
-    numbers = [_number(part) for part in rest]
-    if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
-        raise ConfigError(f"{what} '{text}' is not of the form {_FORMS[word]} (finite numbers).")
-    a, b = numbers[0], numbers[1]
+            raise ConfigError(f"{where} names no file; write {_FORMS[word]}, of a file with a number a line.")
+        return Distribution("empirical", values=_measured(where, (folder or Path()) / ":".join(rest)))
+    numbers = [number for part in rest if (number := _number(part)) is not None]
+    if len(rest) != 2 or len(numbers) != 2:
+        raise ConfigError(f"{where} is not of the form {_FORMS[word]} (finite numbers).")
+    a, b = numbers
     if word == "uniform":
         if not 0 <= a <= b:
-            raise ConfigError(f"{what} '{text}': give 0 <= LOW <= HIGH.")
+            raise ConfigError(f"{where}: give 0 <= LOW <= HIGH.")
         return Distribution("uniform", a, b)
     if a <= 0 or not 0 <= b <= _MOST_SIGMA:
-        raise ConfigError(f"{what} '{text}': give MEDIAN > 0 and SIGMA from 0 to {_MOST_SIGMA:.0f}.")
+        raise ConfigError(f"{where}: give MEDIAN > 0 and SIGMA from 0 to {_MOST_SIGMA:.0f}.")
     return Distribution("lognormal", a, b)
 
 
-def _measured(text: str, what: str, path: Path) -> Distribution:
+def _measured(where: str, path: Path) -> tuple[float, ...]:
     try:
         words = decoded(path.read_bytes()).split()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{what} '{text}': cannot read {path}: {why}; give a file with a number a line.") from error
-    values = []
-    for word in words:
-        value = _number(word)
-        if value is None or not 0 <= value <= _MOST_S:
-            raise ConfigError(f"{what} '{text}': {path} holds '{word[:40]}'; give seconds of 0 or more, one a line.")
-        values.append(value)
+        raise ConfigError(f"{where}: cannot read {path}: {error}; give a file with a number a line.") from error
+    values = [_number(word) for word in words]
+    for word, value in zip(words, values, strict=True):
+        if value is None or value < 0:
+            raise ConfigError(f"{where}: {path} holds '{word[:40]}'; give seconds of 0 or more, one a line.")
     if not values:
-        raise ConfigError(f"{what} '{text}': {path} holds no numbers; give seconds, one a line.")
-    return Distribution("empirical", values=tuple(values))
+        raise ConfigError(f"{where}: {path} holds no numbers; give seconds, one a line.")
+    return tuple(value for value in values if value is not None)
 
 
 def _number(text: str) -> float | None:

@@ -6,6 +6,7 @@ Pure: no torch, no ray, no clock. Only policy.py defines what a scheduling polic
 from __future__ import annotations
 
 import functools
+import graphlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -121,7 +122,11 @@ class Pipeline:
                     f"stage '{s.name}' is after '{name}', which is not a stage{nearest(name, self.by_name) or '.'}"
                 )
         if s.ahead_of is not None:
-            self._check_ahead(s, s.ahead_of)
+            other = self.by_name.get(s.ahead_of)
+            if other is None or other is s or s.every is None or s.every != other.every:
+                raise PipelineError(
+                    f"stage '{s.name}' is ahead of '{s.ahead_of}'; give another stage, and both the same every=."
+                )
         s.check()
 
     def unread(self) -> list[str]:
@@ -157,15 +162,6 @@ class Pipeline:
                 behind.add(s.name)
         return next((s for s in self.collectors if s.name not in behind), None)
 
-    def _check_ahead(self, s: Stage, name: str) -> None:
-        other = self.by_name.get(name)
-        if other is None or other is s:
-            raise PipelineError(
-                f"stage '{s.name}' is ahead of '{name}', which is no other stage{nearest(name, self.by_name) or '.'}"
-            )
-        if s.every is None or s.every != other.every:
-            raise PipelineError(f"stage '{s.name}' is ahead of '{name}', so give both the same every=.")
-
     def with_role(self, role: Role) -> tuple[Stage, ...]:
         """Returns the stages with a role, in the order given."""
         return tuple(s for s in self.stages if s.role == role)
@@ -182,8 +178,6 @@ class Pipeline:
         return tuple(found)
 
     def _topological(self) -> tuple[Stage, ...]:
-        import graphlib
-
         sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter({s.name: [] for s in self.stages})
         for source, target, _field, lag in self.edges:
             if lag == "none":
@@ -276,10 +270,8 @@ def _resources_of(stages: Iterable[Stage], given: Mapping[str, int | None] | Non
     """Returns the slots of each resource of a pipeline: those given, and those of :data:`RESOURCES` in use.
 
     Raises:
-        PipelineError: they are no mapping, or a number of slots is none.
+        PipelineError: a number of slots is none.
     """
-    if given is not None and not isinstance(given, Mapping):
-        raise PipelineError(f"Pipeline(resources={given!r}): give the slots by name, such as {{'judge': 1}}.")
     # Recipes give all of theirs: another one, which no stage runs on, would be an empty row of the timeline.
     used = {s.on for s in stages} if given else RESOURCES.keys()
     more = {name: slots for name, slots in RESOURCES.items() if name in used and name not in (given or ())}

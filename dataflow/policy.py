@@ -26,8 +26,8 @@ advantage[4.4] <- rollout[4] reward_collect[4.4]
 task that waits for nothing more takes a free slot of its resource in the order that :mod:`dataflow.scheduler` keeps.
 
 Where does a new policy go? One that is known before the run is numbers of :class:`SchedulingPolicy`, which
-:class:`_Numbers` turns into those of a step, or an edge of :meth:`Unroller._task`. One that depends on what the run
-measures chooses such policies while it goes: it watches the spans and metrics that
+:meth:`Unroller.numbers_of` turns into those of a step, or an edge of :meth:`Unroller._task`. One that depends on what
+the run measures chooses such policies while it goes: it watches the spans and metrics that
 :class:`~dataflow.runner.Runner` reports and calls ``Runner.switch``, which changes the steps that have not begun
 (``running/auto.py`` does so for ``policy=auto``). Which of two ready tasks gets a slot is decided by
 ``Scheduler._key``, from durations that the scheduler learns.
@@ -240,7 +240,7 @@ class _Numbers:
         tasks: of each stage, one for each piece and epoch.
         chunks: that a streaming stage emits; 1 for none.
         split: parts of the step.
-        take: groups in a part; None for all of the step.
+        in_a_part: groups of a part; None for all of the step.
         staleness: how many steps older than the step before its own the version is that a carried field has.
     """
 
@@ -248,7 +248,7 @@ class _Numbers:
     tasks: Mapping[str, int]
     chunks: int
     split: int
-    take: int | None
+    in_a_part: int | None
     staleness: int
 
     def lag(self, kind: Lag) -> int:
@@ -313,7 +313,7 @@ class Unroller:
             tasks={s.name: pieces[s.name] * s.epochs for s in stages},
             chunks=chunks,
             split=policy.split,
-            take=groups // policy.split if groups is not None else None,
+            in_a_part=groups // policy.split if groups is not None else None,
             staleness=policy.max_staleness,
         )
 
@@ -387,7 +387,7 @@ class Unroller:
             chosen_by=chosen_by,
             mini_batch=mini_batch,
             epoch=epoch,
-            take=numbers.take if s.collects else None,
+            take=numbers.in_a_part if s.collects else None,
             emits=numbers.chunks if s.streams else 1,
             aligned=self._aligned[s.name],
             keeps=s.name not in self._chooses,

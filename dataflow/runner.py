@@ -1,4 +1,8 @@
-"""The runner: the only loop between scheduler and executor. It passes handles, never values."""
+"""The runner: the only loop between scheduler and executor. It passes handles, never values.
+
+The executor yields events (``Done``, ``Chunk``), the scheduler turns each into instructions, and the runner executes
+them: it starts and cancels tasks, records what ended, reports steps and drops the handles of those that are over.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +89,22 @@ class Restored:
         yield Done(task.id, report, tuple(put(value) for value in values.values()))
 
 
+@dataclass
+class _Running:
+    """A task that was started and has not ended.
+
+    Attributes:
+        waited_for: task that it waited for last.
+        since: second of the executor's clock at which it was started.
+        emitted_at: when it emitted each chunk, by number.
+    """
+
+    task: Task
+    waited_for: TaskId | None
+    since: float
+    emitted_at: dict[int, float] = field(default_factory=dict)
+
+
 class Runner:
     """Runs one task graph to its end.
 
@@ -124,14 +144,13 @@ class Runner:
         self._on_span = on_span
         self._parts = Parts(graph)
         self._inputs = _Inputs(inputs, self._parts, executor.put, handles or {})
-        self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
-        self._emitted_at: dict[TaskId, dict[int, float]] = {}
+        self._tasks: dict[TaskId, _Running] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
         self._newest = graph.first  # step whose inputs were fetched, some of them ahead
         self._over = False
         self._restored = restored or Restored()
         self._ended: deque[Done | Chunk] = deque()  # of tasks whose values are restored
-        self._unrecorded: tuple[Task, TaskId | None, Done] | None = None
+        self._unrecorded: tuple[_Running, Report] | None = None
         self._states = {name: executor.put(value) for name, value in self._restored.states.items()}
         self._metrics: dict[int, dict[str, list[float]]] = {}
         self._done: set[int] = set()  # steps that were reported, and have optional tasks left
@@ -175,9 +194,10 @@ class Runner:
             return []
         now = self.executor.now() - origin
         found = []
-        for i, (task, _, since) in self._tasks.items():
-            facts = {"optional": True} if task.stage.every is not None else {}
-            found.append(Span(i.stage, i.step, i.part, i.parts, task.stage.on, since - origin, now, facts))
+        for i, running in self._tasks.items():
+            s = running.task.stage
+            facts = {"optional": True} if s.every is not None else {}
+            found.append(Span(i.stage, i.step, i.part, i.parts, s.on, running.since - origin, now, facts))
         return found
 
     def end_early(self) -> int:
@@ -232,35 +252,33 @@ class Runner:
         return self._on_chunk(event) if isinstance(event, Chunk) else self._on_done(event)
 
     def _on_done(self, done: Done) -> list[Instruction]:
-        task, waited_for, started = self._tasks.pop(done.id)
-        if done.error is not None or done.report is None:
-            return self._failed(task, done.error or DataflowError("no report"), started)
-        report = done.report
+        running, report = self._tasks.pop(done.id), done.report
+        task = running.task
+        if done.error is not None or report is None:
+            return self._failed(running, done.error or DataflowError("no report"))
         try:
             self._parts.finished(task, report.groups, report.written)
         except DataflowError as error:
-            return self._failed(task, error, started)
+            return self._failed(running, error)
         self._keep(task, task.id, done.values)
         metrics = self._metrics.setdefault(task.id.step, {})
         for name, number in report.metrics.items():
             metrics.setdefault(name, []).append(number)
-        if self._restored.holds(task):  # its span is in the trace already
-            self._emitted_at.pop(task.id, None)
-        else:
-            self._unrecorded = (task, waited_for, done)
+        if not self._restored.holds(task):  # else its span is in the trace already
+            self._unrecorded = (running, report)
         return self.scheduler.handle(TaskFinished(task.id, report.end - report.begin, report.groups))
 
     def _on_chunk(self, chunk: Chunk) -> list[Instruction]:
         i = self.graph.pipeline.task_of(chunk.id)
-        task, _, started = self._tasks[i]
+        running = self._tasks[i]
         try:
-            self._parts.emitted(task, chunk.id.part, chunk.groups)
+            self._parts.emitted(running.task, chunk.id.part, chunk.groups)
         except DataflowError as error:
             del self._tasks[i]
             self.executor.cancel(i)
-            return self._failed(task, error, started)
-        self._keep(task, chunk.id, chunk.values)
-        self._emitted_at.setdefault(i, {})[chunk.id.part] = chunk.at
+            return self._failed(running, error)
+        self._keep(running.task, chunk.id, chunk.values)
+        running.emitted_at[chunk.id.part] = chunk.at
         return self.scheduler.handle(ChunkEmitted(chunk.id, chunk.groups))
 
     def _keep(self, task: Task, source: TaskId, handles: tuple[Any, ...]) -> None:
@@ -271,24 +289,24 @@ class Runner:
             else:
                 values[source, name] = value
 
-    def _failed(self, task: Task, error: BaseException, started: float) -> list[Instruction]:
+    def _failed(self, running: _Running, error: BaseException) -> list[Instruction]:
+        task = running.task
         instructions = self.scheduler.handle(TaskFailed(task.id, message_of(error)))
         if self._failure is None:
-            elapsed = self.executor.now() - started
+            elapsed = self.executor.now() - running.since
             self._failure = _failure(task, error, elapsed, self.scheduler.story(task.id))
             self._failure.__cause__ = error
         return instructions
 
-    def _record(self, task: Task, waited_for: TaskId | None, done: Done) -> None:
-        report = done.report
-        assert report is not None
+    def _record(self, running: _Running, report: Report) -> None:
+        """Adds a task that has ended to the trace: its span, and the spans and levels inside it."""
         assert self._origin is not None
-        i = task.id
+        task, i = running.task, running.task.id
         facts = dict(report.facts)
         if task.stage.every is not None:
             facts["optional"] = True
-        if emitted := self._emitted_at.pop(i, None):
-            facts["emitted_s"] = [emitted[number] - self._origin for number in sorted(emitted)]
+        if running.emitted_at:
+            facts["emitted_s"] = [at - self._origin for _number, at in sorted(running.emitted_at.items())]
         span = Span(
             stage=i.stage,
             step=i.step,
@@ -298,7 +316,7 @@ class Runner:
             begin=report.begin - self._origin,
             end=report.end - self._origin,
             args=facts,
-            waited_for=str(waited_for) if waited_for else "",
+            waited_for=str(running.waited_for or ""),
         )
         inside: list[Mark | Level] = []
         for mark in report.marks:
@@ -376,7 +394,7 @@ class Runner:
         now = self.executor.now()
         if self._origin is None:
             self._origin = now
-        self._tasks[task.id] = (task, instruction.waited_for, now)
+        self._tasks[task.id] = _Running(task, instruction.waited_for, now)
         if self._restored.holds(task):
             self._ended += self._restored.events(task, now, self.executor.put)
             return

@@ -353,7 +353,7 @@ class Scheduler:
             return tuple(sorted(group for groups in chosen for group in groups))
         groups, (i, n) = chosen[0], task.mini_batch
         if len(groups) % n:
-            raise DataflowError(f"scheduler: {task} cannot take 1/{n} of {len(groups)} groups.")
+            raise DataflowError(f"scheduler: {task}: a part of {len(groups)} groups does not make {n} mini-batches.")
         size = len(groups) // n
         return groups[i * size : (i + 1) * size]
 

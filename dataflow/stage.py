@@ -82,10 +82,6 @@ class TaskInfo:
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def first(self) -> bool:
-        return self.part == 0
-
-    @property
     def last(self) -> bool:
         """Whether this is the stage's last task of the step."""
         return self.part == self.parts - 1
