@@ -198,7 +198,7 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     whole = wide + length
     tokens = np.concatenate([*itertools.chain.from_iterable(zip(asked, drawn, strict=True))])
     log_probs = np.concatenate([np.asarray(sample.log_probs, dtype=np.float32) for sample in rows])
-    counted = np.arange(both.max(), dtype=np.int32)
+    counted = np.arange(both.max(), dtype=np.min_scalar_type(both.max()))
     places = np.concatenate([counted[:size] for size in both.tolist()])
     none, begins, drawn_at = np.zeros_like(after), np.cumsum(both) - both, np.cumsum(after) - after
     integers = np.dtype(np.int64)

@@ -58,7 +58,7 @@ def test_each_row_has_its_finish_reason() -> None:
 def test_tokens_of_prompts_and_responses_travel_once() -> None:
     samples = [Sample(3, index, [100 + index] * 2000, [-1.0] * 2000, 1, "stop", text="") for index in range(8)]
     batch = to_batch(PROMPTS, samples, 2048, None, 0).rows(range(8))
-    bytes_of = 4 + 4 + 4 + 1 + 1  # a token, its log-prob, its position, two masks
+    bytes_of = 4 + 4 + 2 + 1 + 1  # a token, its log-prob, its position, two masks
     assert len(pickle.dumps(batch)) < 8 * 2002 * bytes_of + 8192
 
 
