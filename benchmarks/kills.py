@@ -79,6 +79,9 @@ class Run:
     def _watch(self) -> None:
         while not self._ended:
             self.look()
+            if self.process.poll() is not None:
+                with self._news:
+                    self._news.notify_all()
             time.sleep(0.1)
 
     def look(self) -> None:
@@ -248,6 +251,8 @@ def measure(runs: Path, times: int, seed: int, victims: list[str], engines: list
                     result = run.end()
                     if hit:
                         break
+                    if result["code"]:
+                        sys.exit(f"a run that was not killed ended with exit code {result['code']}: {result['said']}")
                     if victim in run.appeared:  # the machine is faster than it was when the span was measured
                         span = min(span, result["took_s"] - run.appeared[victim])
                 else:
