@@ -66,7 +66,7 @@ def child(engine: str, model: str) -> dict[str, Any]:
     from dataflow.engines.base import Sampling
 
     if engine == "vllm":
-        from dataflow.engines.vllm.in_process import VllmRollout
+        from dataflow.engines.vllm.engine import VllmRollout
 
         rollout: Any = VllmRollout(model, PROMPT_LENGTH, LONGEST, threads=1, kv_cache_bytes=CACHE)
     else:

@@ -84,8 +84,7 @@ FIRST = (
     "executors/test_exceptions.py",
     "executors/test_parts.py",
     "system/test_clock.py",
-    "vllm/test_in_process.py",
-    "vllm/test_multi_process.py",
+    "vllm/test_engine.py",
     # The longest of `make test-fast`.
     "page/test_html.py",
     "system/test_supervisor.py",

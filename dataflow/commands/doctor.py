@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,13 +14,14 @@ from pathlib import Path
 
 from dataflow.commands.dry import table
 from dataflow.engines.choice import vllm_device
-from dataflow.errors import ConfigError, NotChecked
+from dataflow.errors import ConfigError, NotChecked, RunError
 from dataflow.executors.ray.nodes import VISIBLE, visible_gpus
 from dataflow.files import cache_home
 from dataflow.running.preparing.check import Check, Checks, collect
 from dataflow.running.preparing.machine import GIB, cpu_memory, free_disk, free_shared_memory, gpu_memory
 from dataflow.running.preparing.memory import gib
 from dataflow.system import extras
+from dataflow.system.children import command
 from dataflow.system.extras import PACKAGE
 
 _OPTIONAL = (
@@ -149,9 +152,16 @@ def _disk(place: Path) -> str:
 
 
 def _start() -> str:
-    from dataflow.engines.vllm.start import start_once
     from dataflow.models.tiny import tiny_model
 
     if (device := vllm_device()) is None:
         raise NotChecked("vLLM is not installed")
-    return f"it could sample after {start_once(str(tiny_model()), device):.0f} s"
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as stderr:  # a file, in which vLLM's processes write why they end
+        starting = command("dataflow.engines.vllm", str(tiny_model()), device)
+        code = subprocess.run(starting, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr).returncode
+        stderr.seek(0)
+        lines = stderr.read().strip().splitlines()
+    if code:
+        raise RunError(lines[-1] if lines else f"vLLM's process ended with exit code {code}.")
+    return f"it started and ended within {time.monotonic() - began:.0f} s"

@@ -102,7 +102,8 @@ class RolloutEngine(Protocol):
         Raises:
             DataError: a prompt is empty or too long.
             ConfigError: a sampling value is out of range.
-            Aborted: the samples in flight were aborted.
+            Aborted: the engine was closed meanwhile.
+            ServiceLost: it has to be rebuilt.
         """
         ...
 
@@ -151,15 +152,9 @@ class RolloutEngine(Protocol):
         """Allocates that memory again. Idempotent."""
         ...
 
-    async def abort(self) -> int:
-        """Aborts all samples in flight; their callers get :class:`Aborted`. Returns their number."""
+    def close(self) -> Any:
+        """Aborts the samples in flight, whose callers get :class:`Aborted`, and frees the engine."""
         ...
-
-    def stats(self) -> dict[str, float]:
-        """Returns ``samples`` and ``tokens`` so far, and ``running``, samples in flight now."""
-        ...
-
-    def close(self) -> Any: ...
 
 
 @runtime_checkable

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from dataflow.cli import main
 from dataflow.commands import doctor
-from dataflow.errors import RunError
 from dataflow.system import extras
 from tests.rigs.stand_ins import show_gpus
 
@@ -106,23 +106,13 @@ def test_gpus_and_the_vllm_for_them(
     assert "is for GPUs, and there are none to be seen" in found["vLLM"]
 
 
-def test_vllm_that_does_not_start(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: str, device: str) -> float:
-        raise RunError("rollout: vLLM does not start with model 'm': no room.")
-
-    monkeypatch.setattr("dataflow.engines.vllm.start.start_once", refuse)
-    monkeypatch.setattr("dataflow.models.tiny.tiny_model", lambda: Path("m"))
-    code, found = diagnosed(capsys, "--start")
-    assert code == 1
-    assert found["vLLM's start"] == "problem: rollout: vLLM does not start with model 'm': no room."
-
-
 @pytest.mark.vllm
 @pytest.mark.heavy
 @pytest.mark.timeout(240)
-def test_vllm_starts_once(tiny_qwen: Path) -> None:
-    from dataflow.engines.vllm.start import start_once
-
-    assert start_once(str(tiny_qwen), "cpu") > 0
-    with pytest.raises(RunError, match="none"):
-        start_once(str(tiny_qwen.parent / "none"), "cpu")
+def test_vllm_starts_once_or_says_why_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_qwen: Path
+) -> None:
+    for model, expected in ((tiny_qwen.parent / "none", "problem: .*none"), (tiny_qwen, "ok: it started and ended")):
+        monkeypatch.setattr("dataflow.models.tiny.tiny_model", lambda model=model: model)
+        _code, found = diagnosed(capsys, "--start")
+        assert re.match(expected, found["vLLM's start"])

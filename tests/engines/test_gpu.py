@@ -14,7 +14,7 @@ from tests.engines.tiny_models import load, log_probs, prompts, save_model
 from tests.rigs.cuda import why_not
 
 if TYPE_CHECKING:
-    from dataflow.engines.vllm.multi_process import AsyncVllmRollout
+    from dataflow.engines.vllm.engine import VllmRollout
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -51,12 +51,10 @@ def weights_of(path: str) -> dict[str, torch.Tensor]:
     return {name: w for name, w in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
 
-def build(path: str, **options: Any) -> AsyncVllmRollout:
-    from dataflow.engines.vllm.multi_process import AsyncVllmRollout
+def build(path: str, **options: Any) -> VllmRollout:
+    from dataflow.engines.vllm.engine import VllmRollout
 
-    return AsyncVllmRollout(
-        path, 12, LIMIT, dtype="bfloat16", device="cuda", kv_cache_bytes=None, gpu_memory=0.3, **options
-    )
+    return VllmRollout(path, 12, LIMIT, dtype="bfloat16", device="cuda", kv_cache_bytes=None, gpu_memory=0.3, **options)
 
 
 def test_sync_seeds_sleep_and_wake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

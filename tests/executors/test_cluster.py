@@ -20,12 +20,12 @@ import ray
 
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.run import RunConfig
-from dataflow.engines.replicas.engine import Replicas
 from dataflow.errors import ConfigError, RunError, ServiceLost, StageFailed
 from dataflow.executors.ray import RayExecutor
 from dataflow.executors.ray.connection import JoinedRay, own_address
 from dataflow.executors.ray.nodes import NodeRule
 from dataflow.executors.ray.paths import SharedPaths
+from dataflow.executors.ray.replicas import start
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.rewards.models.served import ServedReward
@@ -274,11 +274,8 @@ def test_servers_of_a_reward_model_are_where_its_rule_says_behind_a_router_here(
     assert isinstance(lost[0], ServiceLost)  # the run resumes from its newest checkpoint, with servers elsewhere
 
 
-def test_a_replica_of_an_engine_on_a_node_with_another_model_is_refused(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_of_an_engine_on_a_node_with_another_model_is_refused(nodes: Nodes, tmp_path: Path) -> None:
     nodes.restore()
-    monkeypatch.setattr(Replicas, "_read", lambda *_: None)  # no tokenizer
     (tmp_path / "model").mkdir()
     rules = NodeRule({"role": "in(a,b)"}, "strict_spread")
     options = {"model": "no matter", "max_prompt_length": 8}
@@ -288,4 +285,4 @@ def test_a_replica_of_an_engine_on_a_node_with_another_model_is_refused(
         (str(tmp_path / "model"), "No module named 'no_engine'"),
     ):
         with pytest.raises((ConfigError, RunError), match=message):
-            Replicas("no_engine:Engine", options, 2, nodes=rules, paths=SharedPaths("rollout", {"model.path": path}))
+            start("no_engine:Engine", options, 2, nodes=rules, paths=SharedPaths("rollout", {"model.path": path}))

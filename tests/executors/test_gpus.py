@@ -17,11 +17,11 @@ import pytest
 from dataflow.engines import choice
 from dataflow.engines.base import Sampling
 from dataflow.engines.choice import vllm_device
-from dataflow.engines.replicas.engine import Replicas
 from dataflow.errors import ConfigError, RunError
 from dataflow.executors.ray import RayExecutor
 from dataflow.executors.ray import executor as ray_executor
 from dataflow.executors.ray.nodes import Places
+from dataflow.executors.ray.replicas import start
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.models.tiny import tiny_model
 from pipelines import gsm8k_grpo
@@ -129,8 +129,9 @@ def test_replicas_over_several_gpus_see_them(tmp_path: Path) -> None:
         return SimpleNamespace(close=lambda: None)
 
     async def body() -> None:
-        options = {"model": str(tiny_model()), "max_prompt_length": 8}
-        await Replicas(engine, options, replicas=1, gpus=0.6, devices=2).close()
+        (one,), release = start(engine, {}, 1, gpus=0.6, devices=2)
+        await one.close()
+        release()
 
     asyncio.run(body())
     assert sorted(seen.read_text().split(",")) == ["0", "1"]
@@ -216,14 +217,14 @@ def test_vllm_over_several_shared_gpus_uses_processes_of_its_own() -> None:
         def backend(self, model: str) -> str:
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            from dataflow.engines.vllm.multi_process import AsyncVllmRollout
+            from dataflow.engines.vllm.engine import VllmRollout
 
             def asked(args: Any) -> Any:
                 raise Asked(args.create_engine_config().parallel_config.distributed_executor_backend)
 
             AsyncLLM.from_engine_args = staticmethod(asked)
             try:
-                AsyncVllmRollout(model, 8, 8, tensor_parallel=2)
+                VllmRollout(model, 8, 8, tensor_parallel=2)
             except RunError as error:
                 return str(error.__cause__)
             return "it started"

@@ -13,7 +13,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sampling
-from dataflow.engines.vllm.multi_process import AsyncVllmRollout
+from dataflow.engines.vllm.engine import VllmRollout
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Hosted, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
@@ -38,11 +38,11 @@ def by_value(local_ray: None) -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(tiny_models)
 
 
-class Engine(AsyncVllmRollout):
+class Engine(VllmRollout):
     """Its process is vLLM's own, beside the actor's: both start again when it dies."""
 
     def pid(self) -> int:
-        (process,) = self._backend._engine.engine_core.resources.engine_manager.processes
+        (process,) = self._engine.engine_core.resources.engine_manager.processes
         return process.pid
 
 

@@ -1,1 +1,1 @@
-"""Rollout by vLLM, in the process of the rollout service or in processes of its own."""
+"""Rollout by vLLM: its ``AsyncLLM`` in the process of the service, which starts those that compute."""

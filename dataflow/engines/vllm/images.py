@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -16,6 +15,8 @@ from typing import Any
 
 from dataflow.errors import DataError
 
+MODEL = "DATAFLOW_VLLM_IMAGES"
+"""Environment variable with the model that vLLM's processes have to :func:`register`."""
 _TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 
@@ -86,8 +87,6 @@ def register(config: Any) -> None:
     Args:
         config: the model's configuration.
     """
-    if importlib.util.find_spec("torchvision") is not None:
-        return
     pillow = importlib.import_module(_PILLOW)
     # vLLM imports a function from transformers' module that needs torchvision; another module has the same function.
     sys.modules[_TORCHVISION] = pillow

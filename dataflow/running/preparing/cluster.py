@@ -51,7 +51,7 @@ def check_cluster(config: Any, hosts: Mapping[str, Hosted], patience_s: float = 
 def _processes(host: Hosted) -> tuple[int, float, int]:
     """Returns the number of processes of a service, and the share and number of GPUs of each."""
     if host.factory == REPLICAS:
-        return host.options["replicas"], host.options["gpus"], host.options["devices"]
+        return host.options["number"], host.options["gpus"], host.options["devices"]
     return host.ranks, host.gpus, host.devices
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from dataflow.config.training.trained import TrainedConfig
 from dataflow.models.size import Size, size_of
 from dataflow.running.preparing.machine import GIB
-from dataflow.running.services.hosting import CRITIC, REPLICAS, TRAINER, VLLM_ON_GPU
+from dataflow.running.services.hosting import CRITIC, REPLICAS, TRAINER, VLLM
 from dataflow.running.services.servers import SERVERS
 from dataflow.stage import Hosted
 
@@ -163,7 +163,7 @@ def _engine(config: Any, host: Hosted, size: Size) -> Part:
     factory, options = host.factory, host.options
     if factory == REPLICAS:
         factory, options = options["factory"], options["options"]
-    if factory != VLLM_ON_GPU:  # transformers, in float32, with a cache of all samples
+    if factory != VLLM:  # transformers, in float32, with a cache of all samples
         rows = config.data.prompts * config.engine.n
         tokens = rows * (config.data.max_prompt_length + config.response_length)
         return Part("rollout", 4.0 * size.parameters + _IDLE, 4.0 * size.cached * tokens)

@@ -22,9 +22,8 @@ from dataflow.running.services.training import check_reader, check_training, pro
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
-VLLM = "dataflow.engines.vllm.in_process:VllmRollout"
-VLLM_ON_GPU = "dataflow.engines.vllm.multi_process:AsyncVllmRollout"
-REPLICAS = "dataflow.engines.replicas.engine:Replicas"
+VLLM = "dataflow.engines.vllm.engine:VllmRollout"
+REPLICAS = "dataflow.running.services.replicas:build_replicas"
 TRAINER = "dataflow.engines.verl.trainer:VerlTrainer"
 CRITIC = "dataflow.engines.verl.critic:VerlCritic"
 REWARD = "dataflow.running.services.agent:build_agent"
@@ -200,7 +199,7 @@ def gpus_of(hosts: Iterable[Hosted]) -> int:
     shares, alone = 0.0, 0
     for host in hosts:
         if host.factory == REPLICAS:
-            of, number = host.options["gpus"], host.options["devices"] * host.options["replicas"]
+            of, number = host.options["gpus"], host.options["devices"] * host.options["number"]
         else:
             of, number = host.gpus, host.devices * host.ranks
         shares += of * number
@@ -353,12 +352,13 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
     }
     factory, workers = HF, draw.tensor_parallel
     if kind == "vllm":
-        factory = VLLM_ON_GPU if gpus or workers > 1 else VLLM
+        factory = VLLM
         options |= {
             "max_tokens": draw.max_tokens,
             "max_num_seqs": draw.max_num_seqs,
             "gpu_memory": config.engine_memory,
             "in_flight": draw.in_flight,
+            "tensor_parallel": workers,
         }
         if turns:
             options["max_model_len"] = config.data.max_prompt_length + turns
@@ -366,8 +366,6 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             options |= {"dtype": "bfloat16", "kv_cache_bytes": None}
         if draw.kv_cache_gb:
             options["kv_cache_bytes"] = int(draw.kv_cache_gb * 2**30)
-        if factory == VLLM_ON_GPU:
-            options["tensor_parallel"] = workers
     elif workers > 1:
         raise ConfigError(f"engine.tensor_parallel={workers}: the transformers engine has one worker; use vllm.")
     if draw.replicas > 1:
@@ -376,7 +374,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         options = {
             "factory": factory,
             "options": options,
-            "replicas": draw.replicas,
+            "number": draw.replicas,
             "slots": draw.max_num_seqs,
             "gpus": gpus,
             "devices": workers,
@@ -395,7 +393,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         restarts=draw.restarts,
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
-        close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
+        close_s=_CLOSE_S if kind == "vllm" else 1.0,
         run_directory=factory == HF and bool(config.profile.steps),
         **model_files(config.model.path, others={"tools.path": config.tools.path}),
         around=profiler_of(config) if factory == HF else None,

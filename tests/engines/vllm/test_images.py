@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +17,11 @@ from dataflow.batch import Batch
 from dataflow.data.pictures import opened
 from dataflow.data.shown import Shown
 from dataflow.engines.base import Sampling
+from dataflow.engines.vllm.engine import VllmRollout
 from dataflow.engines.vllm.images import image_input
-from dataflow.engines.vllm.in_process import VllmRollout
 from dataflow.errors import ConfigError, DataError
 from dataflow.models.processor import load_processor
 from dataflow.models.tiny_vision import write_tiny_vision
-from tests.engines.drawing import generate, run
 from tests.engines.images import ROWS, R, by_transformers, source
 
 pytestmark = [pytest.mark.heavy, pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -38,10 +39,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[VllmRollout]:
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs coroutines on one event loop, to which the engine is bound."""
+    with asyncio.Runner() as runner:
+        yield lambda work: runner.run(asyncio.wait_for(work, 120))
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, run: Any) -> Iterator[VllmRollout]:
+    before = dict(os.environ)
     made = VllmRollout(str(model), 64, R, max_num_seqs=8, kv_cache_bytes=32 << 20)
     yield made
     made.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def generate(run: Any) -> Callable[..., Batch]:
+    """Returns the samples of an engine as a batch."""
+
+    async def drawn(engine: VllmRollout, prompts: Batch, sampling: Sampling, seed: int = 0) -> Batch:
+        samples = [sample async for sample in engine.generate(prompts, sampling, seed)]
+        return engine.batch(prompts, samples, sampling.max_tokens)
+
+    return lambda *asked, **options: run(drawn(*asked, **options))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +77,7 @@ def apart(batch: Batch, model: Path) -> torch.Tensor:
 
 
 def test_it_samples_what_transformers_computes_from_the_images(
-    engine: VllmRollout, model: Path, prompts: Batch, tmp_path: Path
+    engine: VllmRollout, model: Path, prompts: Batch, tmp_path: Path, run: Any, generate: Any
 ) -> None:
     batch = generate(engine, prompts, SAMPLING)
     assert apart(batch, model).max() < 1e-4
@@ -82,7 +104,7 @@ def test_it_samples_what_transformers_computes_from_the_images(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_it_never_draws_a_token_of_an_image(
-    engine: VllmRollout, model: Path, prompts: Batch, temperature: float, tmp_path: Path
+    engine: VllmRollout, model: Path, prompts: Batch, temperature: float, tmp_path: Path, run: Any, generate: Any
 ) -> None:
     from transformers import Qwen2VLForConditionalGeneration
 
@@ -100,7 +122,9 @@ def test_it_never_draws_a_token_of_an_image(
     assert apart(batch, tmp_path / "loud").max() < 1e-3
 
 
-def test_a_prompt_whose_tokens_are_not_those_of_its_images_is_refused(engine: VllmRollout, prompts: Batch) -> None:
+def test_a_prompt_whose_tokens_are_not_those_of_its_images_is_refused(
+    engine: VllmRollout, prompts: Batch, run: Any, generate: Any
+) -> None:
     shown = list(prompts["multi_modal_inputs"])
     swapped = prompts.merge(prompts.like(multi_modal_inputs=[shown[2], *shown[1:]]))
     with pytest.raises(DataError, match=r"the prompt of group 0 has 4 tokens for patches of images, and .* have 0;"):
@@ -109,7 +133,7 @@ def test_a_prompt_whose_tokens_are_not_those_of_its_images_is_refused(engine: Vl
     with pytest.raises(DataError, match="the prompts have no column 'multi_modal_inputs'"):
         generate(engine, bare, SAMPLING)
     with pytest.raises(ConfigError, match="conversations cannot show images yet"):
-        asyncio.run(engine.sample(prompts["prompt_ids"][0], SAMPLING, [1]))
+        run(engine.sample(prompts["prompt_ids"][0], SAMPLING, [1]))
 
 
 def test_vllms_own_processor_makes_the_same_tokens_and_pixels(
@@ -120,7 +144,7 @@ def test_vllms_own_processor_makes_the_same_tokens_and_pixels(
     from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
     batch = source(model).all()
-    processor = run(engine._backend.call(lambda llm: llm.renderer.mm_processor))  # vLLM's own, which no engine offers
+    processor = engine._engine.renderer.mm_processor  # vLLM's own, which no engine offers
     # By itself it needs torchvision, for videos.
     monkeypatch.setattr(processor.info, "get_hf_processor", lambda **_options: load_processor(str(model)))
     config = AutoConfig.from_pretrained(model)

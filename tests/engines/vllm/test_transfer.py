@@ -1,6 +1,6 @@
 """The sending side of a weight sync, with a fake engine and fake GPUs; vLLM packs and unpacks.
 
-What real workers make of it: tests/engines/vllm/test_multi_process.py, and test_gpu.py on a GPU.
+What real workers make of it: tests/engines/vllm/test_engine.py, and test_gpu.py on a GPU.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import resource
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,34 +33,14 @@ WEIGHTS = [
 
 
 class Engine:
-    """An ``AsyncLLM`` that records its calls, and passes the weights of an update to ``take``."""
+    """An ``AsyncLLM`` that records its calls, with transfers between GPUs if it has workers there."""
 
-    def __init__(self, backend: str, workers: int = 1) -> None:
+    def __init__(self, workers: int = 0) -> None:
         self.vllm_config = SimpleNamespace(
-            weight_transfer_config=SimpleNamespace(backend=backend),
+            weight_transfer_config=SimpleNamespace(backend="ipc") if workers else None,
             parallel_config=SimpleNamespace(world_size=workers),
         )
         self.asked: list[str] = []
-        self.open = 0
-
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        await self._note("init")
-        self.packed = request.init_info["packed"]
-
-    async def start_weight_update(self) -> None:
-        await self._note("start")
-
-    async def update_weights(self, request: Any) -> None:
-        self.open += 1
-        assert self.open == 1, "one update at a time"
-        await self._note("update")
-        await self.take(request.update_info)
-        self.open -= 1
-
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        await self._note("finish")
-
-    async def take(self, info: dict[str, Any]) -> None: ...
 
     async def _note(self, what: str) -> None:
         await asyncio.sleep(0)
@@ -69,12 +48,15 @@ class Engine:
 
 
 class FileEngine(Engine):
-    def __init__(self) -> None:
-        super().__init__("dataflow_file")
+    broken = False
 
-    async def take(self, info: dict[str, Any]) -> None:
-        self.path = Path(info["path"])
-        self.got = load_file(self.path)
+    async def collective_rpc(self, method: str, kwargs: Any = None) -> None:
+        await self._note(method)
+        if kwargs:
+            self.path = Path(kwargs["weights_path"])
+            self.got = load_file(self.path / "model.safetensors")
+            if self.broken:
+                raise ValueError("no such weight")
 
 
 def same(found: dict[str, torch.Tensor]) -> bool:
@@ -86,27 +68,23 @@ def same(found: dict[str, torch.Tensor]) -> bool:
 def send(engine: Engine) -> None:
     from dataflow.engines.vllm.transfer import send
 
-    asyncio.run(asyncio.wait_for(send(engine, WEIGHTS), 30))
+    asyncio.run(asyncio.wait_for(send(engine, dict(WEIGHTS)), 30))
 
 
 def test_a_file_is_there_while_it_is_read() -> None:
     engine = FileEngine()
     send(engine)
-    assert engine.asked == ["start", "update", "finish"]
+    assert engine.asked == ["reload_weights", "refresh_head"]
     assert same(engine.got)
     assert not engine.path.exists()
 
 
 def test_what_a_worker_raises_ends_the_sync() -> None:
-    class Broken(FileEngine):
-        async def take(self, info: dict[str, Any]) -> None:
-            await super().take(info)
-            raise ValueError("no such weight")
-
-    engine = Broken()
-    with pytest.raises(RunError, match="weight sync: update_weights failed: no such weight"):
+    engine = FileEngine()
+    engine.broken = True
+    with pytest.raises(ValueError, match="no such weight"):
         send(engine)
-    assert engine.asked == ["start", "update"], "never taken for finished"
+    assert engine.asked == ["reload_weights"]
     assert not engine.path.exists()
 
 
@@ -115,39 +93,11 @@ def test_no_room_for_the_file() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
-        with pytest.raises(RunError, match=r"cannot be written to .*dataflow-weights-.*; give .* more room"):
+        with pytest.raises(RunError, match=r"cannot be written to .*dataflow-weights-.*; give /dev/shm more room"):
             send(engine)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert engine.asked == [], "nothing has changed"
-
-
-def test_a_sync_that_is_given_up_leaves_no_thread_and_no_file() -> None:
-    """An engine that is closed meanwhile never answers: the thread would keep the process from ending."""
-    from dataflow.engines.vllm.transfer import send
-
-    class Silent(FileEngine):
-        async def take(self, info: dict[str, Any]) -> None:
-            await super().take(info)
-            self.reached.set()
-            await asyncio.Event().wait()
-
-    engine = Silent()
-
-    async def body() -> None:
-        engine.reached = asyncio.Event()
-        sync = asyncio.ensure_future(send(engine, WEIGHTS))
-        await engine.reached.wait()
-        sync.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sync
-        await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 20)
-
-    before = threading.active_count()
-    asyncio.run(asyncio.wait_for(body(), 30))
-    assert threading.active_count() == before
-    assert not engine.path.exists()
-    assert engine.asked == ["start", "update"]
 
 
 class Gpus:
@@ -180,9 +130,27 @@ class IpcEngine(Engine):
     """Its workers keep what they unpack, after a moment in which a hasty sender would pack the next chunk over it."""
 
     def __init__(self, gpus: Gpus, workers: int) -> None:
-        super().__init__("ipc", workers)
+        super().__init__(workers)
         self.gpus = gpus
+        self.open = 0
         self.got: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._note("init")
+        self.packed = request.init_info["packed"]
+
+    async def start_weight_update(self) -> None:
+        await self._note("start")
+
+    async def update_weights(self, request: Any) -> None:
+        self.open += 1
+        assert self.open == 1, "one update at a time"
+        await self._note("update")
+        await self.take(request.update_info)
+        self.open -= 1
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        await self._note("finish")
 
     async def take(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
@@ -238,13 +206,13 @@ def test_a_chunk_that_a_worker_refuses_is_the_last(gpus: Gpus, monkeypatch: pyte
                 raise ValueError("out of memory")
 
     engine = Broken(gpus, 2)
-    with pytest.raises(RunError, match="update_weights failed: out of memory"):
+    with pytest.raises(ValueError, match="out of memory"):
         send(engine)
     assert engine.asked == ["init", "start", "update", "update"]
 
 
 def test_handles_of_gpu_memory_reach_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM writes them between its processes, with the variable that AsyncVllmRollout sets on a GPU."""
+    """As vLLM writes them between its processes, with the variable that VllmRollout sets on a GPU."""
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     kinds = (torch.Tensor, torch.Size([8]), (1,), 0, torch.UntypedStorage, torch.uint8, 0)

@@ -90,9 +90,9 @@ def test_the_same_tokens_are_taken_out_as_before(text: str) -> None:
 
 @pytest.mark.parametrize("piece", ["a", "a.", "Error", "Exception.", ".", ": "])
 def test_the_error_of_a_worker_is_found_in_linear_time(piece: str) -> None:
-    from dataflow.engines.vllm import multi_process  # imports torch
+    from dataflow.engines.vllm import engine  # imports torch
 
-    assert multi_process._ERROR.search(repeated(piece)) is None
-    found = multi_process._ERROR.search(f"{repeated(piece)}\n(worker) torch.cuda.OutOfMemoryError: no room left\n")
+    assert engine._ERROR.search(repeated(piece)) is None
+    found = engine._ERROR.search(f"{repeated(piece)}\n(worker) torch.cuda.OutOfMemoryError: no room left\n")
     assert found is not None
     assert found[0] == "torch.cuda.OutOfMemoryError: no room left"

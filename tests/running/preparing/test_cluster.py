@@ -66,7 +66,7 @@ def test_what_a_cluster_has_and_what_is_free(asked: Asked) -> None:
     ("hosts", "nodes", "message"),
     [
         ([Hosted("trainer", "a:b", {}, ranks=5, gpus=1.0)], {}, "'trainer' does not fit on the cluster: it needs 5"),
-        ([Hosted("rollout", REPLICAS, {"replicas": 2, "gpus": 1.0, "devices": 3})], {}, "no node has 3 GPUs"),
+        ([Hosted("rollout", REPLICAS, {"number": 2, "gpus": 1.0, "devices": 3})], {}, "no node has 3 GPUs"),
         (
             [Hosted("a", "a:b", {}, ranks=3, gpus=1.0), Hosted("b", "a:b", {}, ranks=2, gpus=1.0)],
             {},

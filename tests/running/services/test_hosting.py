@@ -18,7 +18,6 @@ from dataflow.running.services.hosting import (
     HF,
     REPLICAS,
     VLLM,
-    VLLM_ON_GPU,
     check_trained,
     critic_host,
     pools_of,
@@ -47,7 +46,7 @@ def test_the_engine_follows_what_is_installed_and_where_it_samples(vllm_for: Any
     vllm_for("cpu")
     assert (host().factory, host(0.3).factory) == (VLLM, HF)
     vllm_for("cuda")
-    assert (host().factory, host(0.3).factory) == (HF, VLLM_ON_GPU)
+    assert (host().factory, host(0.3).factory) == (HF, VLLM)
     assert host(0.3).options["device"] == "cuda"
 
 

@@ -1,1 +1,0 @@
-"""Several rollout engines as one: requests are balanced over the replicas."""

@@ -1,0 +1,177 @@
+"""What the engines of a run share: requests become samples through a gate, weights are checked before a sync."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from dataflow.batch import Batch
+from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.gate import Gate
+from dataflow.engines.samples import check_sampling, check_tokens, check_turn, prompt_ids, shown_of, to_batch
+from dataflow.engines.vocabulary import Vocabulary
+from dataflow.engines.weights import WeightNames
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Request:
+    """A requested sample.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how to draw.
+        seed: of its random numbers.
+        group, index: of the sample.
+        shown: what the prompt shows beside its text, in the engine's own form; None for a model of text.
+    """
+
+    prompt: list[int]
+    sampling: Sampling
+    seed: tuple[int, ...]
+    group: int = 0
+    index: int = 0
+    shown: Any = None
+
+
+class Rollout:
+    """A :class:`~dataflow.engines.base.RolloutEngine`, but for :meth:`_draw`, :meth:`_load` and what frees memory.
+
+    Args:
+        vocabulary: of the model.
+        weights: names and shapes of its weights.
+        max_prompt_length: P, tokens that a prompt may have.
+        engine: its name, for error messages.
+        sees: whether the model takes images.
+        sleeps: whether the engine frees memory while it sleeps; samples requested meanwhile wait until it wakes.
+        in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` draws them again.
+    """
+
+    version: int
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        weights: WeightNames,
+        max_prompt_length: int,
+        engine: str,
+        sees: bool = False,
+        sleeps: bool = False,
+        in_flight: Literal["wait", "abort"] = "wait",
+    ) -> None:
+        self.version = 0
+        self.vocabulary = vocabulary
+        self.max_prompt_length = max_prompt_length
+        self.in_flight = in_flight
+        self._weights = weights
+        self._engine_name = engine
+        self._sees, self._sleeps = sees, sleeps
+        self._gate = Gate(self._lost)
+
+    async def _draw(self, request: Request) -> Sample:
+        """Draws a sample; cancelled if it is aborted, or if nobody wants it any more."""
+        raise NotImplementedError
+
+    def _shown(self, prompt: list[int], shown: Any, group: int) -> Any:
+        """Returns what a prompt shows in the engine's own form."""
+        return shown
+
+    async def _load(self, weights: Any, version: int) -> None:
+        """Replaces all weights by what :meth:`_shared` returned, while nothing is in flight."""
+        raise NotImplementedError
+
+    async def _shared(self, weights: dict[str, torch.Tensor]) -> Any:
+        """Returns weights, tied ones once under the embedding's name, as :meth:`_load` takes them."""
+        return weights
+
+    async def _free(self) -> None:
+        """Frees the device memory that only sampling needs."""
+
+    async def _allocate(self) -> None:
+        """Allocates it again."""
+
+    def _check(self, sampling: Sampling) -> None:
+        check_sampling(sampling, self.vocabulary.size)
+
+    def _lost(self, cause: Exception) -> str:
+        reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+        return f"rollout: {self._engine_name} failed ({reason}); the engine has to be rebuilt."
+
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+        """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6.
+
+        Closing the generator early (``aclose``, cancellation) aborts the samples in flight.
+        """
+        self._check(sampling)
+        ids = prompt_ids(prompts, self.max_prompt_length)
+        check_tokens(prompts, ids, self.vocabulary.size)
+        given = zip(prompts.ids, ids, shown_of(prompts, self._sees), strict=True)
+        asked = [(group, prompt, self._shown(prompt, shown, group)) for group, prompt, shown in given]
+        requests = [
+            Request(prompt, sampling, (seed, group, index), group, index, shown)
+            for group, prompt, shown in asked
+            for index in range(sampling.n)
+        ]
+        async with aclosing(self._gate.draw_all([partial(self._draw, each) for each in requests])) as samples:
+            async for sample in samples:
+                yield sample
+
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
+        """See :meth:`RolloutEngine.sample`."""
+        self._check(sampling)
+        check_turn(self._sees)
+        alone = Batch([0], {"prompt_ids": [prompt]})
+        (ids,) = prompt_ids(alone, self.max_prompt_length)
+        check_tokens(alone, [ids], self.vocabulary.size)
+        return await self._gate.draw(partial(self._draw, Request(ids, sampling, tuple(seed))))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """See :meth:`Writes.text <dataflow.engines.base.Writes.text>`."""
+        return self.vocabulary.text(tokens)
+
+    def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
+        """See :meth:`RolloutEngine.batch`."""
+        return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
+
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """See :meth:`RolloutEngine.sync`; checks names and shapes first; a tied ``lm_head.weight`` may be left out.
+
+        Raises:
+            DataflowError: a name is unknown or missing, a shape differs, or two tied weights differ; the old weights
+                stay.
+            ServiceLost: the weights could not be loaded.
+        """
+        shared = await self._shared(self._weights.pick(weights, version))  # while samples in flight finish
+
+        async def work() -> None:
+            await self._load(shared, version)
+            self.version = version
+
+        # A third rule, which keeps samples in flight and lets them continue with the new weights, would not wait here
+        # for the gate: vLLM's `pause_generation(mode="keep")` freezes them.
+        await self._gate.alone(work, redraw=self.in_flight == "abort")
+
+    async def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`."""
+
+        async def work() -> None:
+            if self._sleeps:
+                await self._free()
+                self._gate.asleep = True
+
+        await self._gate.alone(work)
+
+    async def wake(self) -> None:
+        """See :meth:`RolloutEngine.wake`."""
+
+        async def work() -> None:
+            await self._allocate()
+            self._gate.asleep = False
+
+        if self._gate.asleep:
+            await self._gate.alone(work)

@@ -1,0 +1,308 @@
+"""Several engines as one: how groups are distributed, what is returned, and what the loss of an engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import torch
+
+from dataflow.batch import Batch
+from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.replicas import Replicas
+from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, RunError, ServiceLost
+from tests.engines.drawing import run
+from tests.engines.tiny_models import load, save_model
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
+
+P, N, SEATS = 40, 2, 4
+SAMPLING = Sampling(n=N, max_tokens=9)
+
+
+class Engine:
+    """Samples that say what they were drawn with; those whose prompt begins with 2 wait for ``go``."""
+
+    def __init__(self) -> None:
+        self.version, self.weight = 0, 0
+        self.go = asyncio.Event()
+        self.asked: list[Any] = []
+        self.running = 0
+        self.cancelled = 0
+        self.breaks: Exception | None = None
+
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+        (group,), (prompt,) = prompts.ids, prompts["prompt_ids"]
+        self.asked.append(group)
+        tasks = [asyncio.ensure_future(self.one(prompt, (seed, group, i), group, i)) for i in range(sampling.n)]
+        try:
+            for coming in asyncio.as_completed(tasks):
+                yield await coming
+        finally:
+            self.cancelled += sum(task.cancel() for task in tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
+        self.asked.append("turn")
+        return await self.one(prompt, seed, 0, 0)
+
+    async def one(self, prompt: Sequence[int], seed: Sequence[int], group: int, index: int) -> Sample:
+        version, self.running = self.version, self.running + 1
+        dice = random.Random(repr(tuple(seed)))
+        try:
+            await asyncio.sleep(dice.random() * 0.005)
+            if prompt[0] == 2:
+                await self.go.wait()
+            if self.breaks is not None:
+                raise self.breaks
+        finally:
+            self.running -= 1
+        tokens = [dice.randrange(50) + self.weight for _ in range(dice.randint(1, 9))]
+        return Sample(group, index, tokens, [-0.5] * len(tokens), version, "stop")
+
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        assert not self.running, "a sync in mid-flight"
+        if self.breaks is not None:
+            raise self.breaks
+        self.weight, self.version = 1000 * version, version
+
+    async def sleep(self) -> None:
+        assert not self.running
+        self.asked.append("sleep")
+
+    async def wake(self) -> None:
+        self.asked.append("wake")
+
+    async def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture
+def engines() -> list[Engine]:
+    return [Engine(), Engine()]
+
+
+@pytest.fixture
+def both(engines: list[Any], model: str) -> Replicas:
+    return Replicas(engines, model, P, SEATS)
+
+
+def asking(first: Sequence[int]) -> Batch:
+    """Returns a prompt a group; those that begin with 2 wait."""
+    return Batch(list(range(len(first))), {"prompt_ids": [[token, 7] for token in first]})
+
+
+def by_place(samples: Sequence[Sample]) -> dict[tuple[int, int], tuple[int, ...]]:
+    found = {(sample.group, sample.index): tuple(sample.tokens) for sample in samples}
+    assert len(found) == len(samples), "each sample comes once"
+    return found
+
+
+async def collect(engine: Replicas, batch: Batch, found: list[Sample], seed: int = 0) -> list[Sample]:
+    async for sample in engine.generate(batch, SAMPLING, seed):
+        found.append(sample)  # noqa: PERF401 - as they come
+    return found
+
+
+async def until(true: Any) -> None:
+    while not true():
+        await asyncio.sleep(0.002)
+
+
+def weights(model: str) -> dict[str, torch.Tensor]:
+    return load(model).state_dict()
+
+
+def test_the_samples_are_the_same_however_many_engines_draw_them(model: str) -> None:
+    async def body() -> None:
+        batch, found = asking([9] * 13), []
+        for number in (1, 2, 3):
+            engines: list[Any] = [Engine() for _ in range(number)]
+            several = Replicas(engines, model, P, SEATS)
+            found.append(by_place(await collect(several, batch, [], 11)))
+            turn = await several.sample([9, 3], SAMPLING, (11, 4, 1))
+            assert tuple(turn.tokens) == found[0][4, 1]
+            assert all(engine.asked for engine in engines)
+        assert found[0] == found[1] == found[2]
+        assert set(found[0]) == {(group, index) for group in range(13) for index in range(N)}
+
+    run(body())
+
+
+def test_groups_go_to_the_engine_with_the_fewest_and_the_rest_waits(both: Replicas, engines: list[Engine]) -> None:
+    async def body() -> None:
+        found: list[Sample] = []
+        drawing = asyncio.ensure_future(collect(both, asking([2, 9, 2, *[9] * 8]), found))
+        await until(lambda: len(found) == 9 * N)
+        # The first engine's slots are full with groups 0 and 2, so the other has drawn all others.
+        assert [engines[0].asked, sorted(engines[1].asked)] == [[0, 2], [1, *range(3, 11)]]
+        turn = await both.sample([9, 1], SAMPLING, (1,))
+        assert engines[1].asked[-1] == "turn"
+        assert (turn.group, turn.index) == (0, 0)
+        engines[0].go.set()
+        by_place(await drawing)
+
+    run(body())
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_a_sync_parts_earlier_samples_from_later_ones(
+    in_flight: Any, both: Replicas, engines: list[Engine], model: str
+) -> None:
+    both.in_flight = in_flight
+
+    async def body() -> None:
+        before: list[Sample] = []
+        after: list[Sample] = []
+        first = asyncio.ensure_future(collect(both, asking([9, 2, *[9] * 6]), before))
+        await until(lambda: len(before) == 7 * N)
+        sync = asyncio.ensure_future(both.sync(weights(model), 1))
+        await asyncio.sleep(0.2)
+        assert sync.done() == (in_flight == "abort")
+        second = asyncio.ensure_future(collect(both, asking([9] * 8), after))
+        for engine in engines:
+            engine.go.set()
+        await asyncio.gather(first, sync, second)
+        assert both.version == 1
+        assert [sample.version for sample in before] == [0] * 7 * N + [int(in_flight == "abort")] * N
+        assert {sample.version for sample in after} == {1}
+        assert all((min(s.tokens) >= 1000) == (s.version == 1) for s in (*before, *after))
+
+    run(body())
+
+
+def test_wrong_weights_leave_the_old_ones(both: Replicas, engines: list[Engine], model: str) -> None:
+    async def body() -> None:
+        wrong = {**weights(model), "wrong": torch.zeros(3)}
+        with pytest.raises(DataflowError, match="weight sync 5: the model has no weight 'wrong'") as error:
+            await both.sync(wrong, 5)
+        assert not isinstance(error.value, RunError)
+        assert {sample.version for sample in await collect(both, asking([9] * 4), [])} == {0}
+
+    run(body())
+
+
+def test_weights_are_shared_once_for_all(engines: list[Any], model: str) -> None:
+    shared: list[Any] = []
+
+    async def body() -> None:
+        several = Replicas(engines, model, P, SEATS, share=lambda given: shared.append(given) or given)
+        await several.sync(weights(model), 1)
+        assert len(shared) == 1
+        assert "lm_head.weight" not in shared[0], "tied weights once"
+
+    run(body())
+
+
+def test_asleep_it_keeps_what_is_requested_until_it_wakes(both: Replicas, engines: list[Engine], model: str) -> None:
+    async def body() -> None:
+        await both.sleep()
+        drawing = asyncio.ensure_future(collect(both, asking([9] * 3), []))
+        await both.sync(weights(model), 2)
+        assert [engine.asked for engine in engines] == [["sleep"]] * 2
+        await both.wake()
+        await both.wake()
+        assert {sample.version for sample in await drawing} == {2}
+
+    run(body())
+
+
+def test_stopping_early_frees_what_is_in_flight(both: Replicas, engines: list[Engine]) -> None:
+    async def body() -> None:
+        async with aclosing(both.generate(asking([9, *[2] * 8]), SAMPLING, 1)) as samples:
+            await anext(samples)
+        assert sum(engine.cancelled for engine in engines) >= 2 * SEATS - N
+        assert both._drawing == [0, 0]
+        await collect(both, asking([9] * 8), [])
+
+    run(body())
+
+
+def test_bad_input_fails_alone(both: Replicas, engines: list[Engine]) -> None:
+    async def body() -> None:
+        cases = [
+            (asking([9]), Sampling(n=0), ConfigError, "n=0"),
+            (Batch([4], {"prompt_ids": [[]]}), SAMPLING, DataError, "the prompt of group 4 is empty"),
+            (Batch([4], {"prompt_ids": [[1] * 41]}), SAMPLING, DataError, "has 41 tokens, more than"),
+        ]
+        for batch, sampling, kind, message in cases:
+            with pytest.raises(kind, match=message):
+                await anext(both.generate(batch, sampling, 0))
+        engines[0].breaks = DataError("not to this engine's taste")
+        with pytest.raises(DataError, match="not to this"):
+            await collect(both, asking([9] * 6), [])
+        engines[0].breaks = None
+        assert len(await collect(both, asking([9] * 6), [])) == 6 * N
+
+    run(body())
+
+
+def test_an_engine_that_fails_loses_all(both: Replicas, engines: list[Engine], model: str) -> None:
+    async def body() -> None:
+        drawing = asyncio.ensure_future(collect(both, asking([9, 2, 2, 2]), []))
+        await until(lambda: engines[0].running + engines[1].running == 3 * N)
+        sync = asyncio.ensure_future(both.sync(weights(model), 1))
+        engines[1].breaks = RunError("replica 2 of 2: it died")
+        engines[1].go.set()
+        for waiting in (drawing, sync):
+            with pytest.raises(ServiceLost, match=r"^rollout: replica 2 of 2: it died; the replicas have to be reb"):
+                await waiting
+        with pytest.raises(ServiceLost):
+            await both.sample([9], SAMPLING, (0,))
+
+    run(body())
+
+
+def test_an_engine_without_the_new_weights_loses_all(both: Replicas, engines: list[Engine], model: str) -> None:
+    async def body() -> None:
+        engines[1].breaks = RunError("replica 2 of 2: no room")
+        for _ in range(2):
+            with pytest.raises(ServiceLost, match="replica 2 of 2: no room; the replicas have to be rebuilt"):
+                await both.sync(weights(model), 1)
+        assert both.version == 0
+
+    run(body())
+
+
+def test_closing_closes_all(engines: list[Any], model: str) -> None:
+    released: list[bool] = []
+
+    async def body() -> None:
+        several = Replicas(engines, model, P, SEATS, release=lambda: released.append(True))
+        drawing = asyncio.ensure_future(collect(several, asking([2] * 9), []))
+        await until(lambda: engines[0].running)
+        await several.close()
+        with pytest.raises(Aborted):
+            await drawing
+
+    run(body())
+    assert [engine.asked[-1] for engine in engines] == ["close"] * 2
+    assert released == [True]
+
+
+def test_images_reach_the_engines(engines: list[Any], model: str) -> None:
+    """With the prompts, as columns of the batch."""
+    seen: list[Any] = []
+
+    class Seeing(Engine):
+        async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+            seen.extend(prompts["multi_modal_inputs"])
+            async for sample in super().generate(prompts, sampling, seed):
+                yield sample
+
+    async def body() -> None:
+        engine: Any = Seeing()
+        batch = Batch([0, 1], {"prompt_ids": [[9], [8]], "multi_modal_inputs": ["a", "b"]})
+        await collect(Replicas([engine], model, P, SEATS), batch, [])
+
+    run(body())
+    assert sorted(seen) == ["a", "b"]

@@ -1,0 +1,199 @@
+"""The replicas of an engine in actors: what travels, what their errors say, and what ends with what."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataflow.batch import Batch
+from dataflow.engines.base import Sample, Sampling
+from dataflow.errors import ConfigError, DataError, RunError, ServiceLost
+from dataflow.executors.ray import replicas
+from dataflow.running.services.replicas import build_replicas
+from tests.engines import tiny_models
+from tests.engines.drawing import run
+from tests.rigs.processes import left
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120), pytest.mark.shares_ray]
+
+SAMPLING = Sampling(n=2, max_tokens=3)
+
+
+class Engine:
+    """Its samples say which process drew them; those of a prompt that begins with 2 never end."""
+
+    def __init__(self, raises: str = "", **_options: Any) -> None:
+        if raises:
+            raise ConfigError(raises) if raises.startswith("config") else ZeroDivisionError(raises)
+        self.version, self.weights, self.cancelled = 0, {}, 0
+
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+        (group,), (prompt,) = prompts.ids, prompts["prompt_ids"]
+        if seed == 666:
+            raise DataError("rollout: not to this engine's taste.")
+        for index in range(sampling.n):
+            yield Sample(group, index, [os.getpid()], [-0.5], self.version, "stop")
+            if prompt[0] == 2:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.cancelled += 1
+
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
+        return Sample(0, 0, [*prompt, *seed], [-0.5], self.version, "stop")
+
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self.weights, self.version = dict(weights), version
+
+    async def sleep(self) -> None:
+        raise ValueError("no\nsleep")
+
+    async def wake(self) -> int:
+        return self.cancelled
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_value(local_ray: None) -> Iterator[None]:
+    from ray import cloudpickle
+
+    here = sys.modules[__name__]  # which a worker cannot import
+    cloudpickle.register_pickle_by_value(here)
+    yield
+    cloudpickle.unregister_pickle_by_value(here)
+
+
+def asking(first: Sequence[int]) -> Batch:
+    return Batch(list(range(len(first))), {"prompt_ids": [[token, 7] for token in first]})
+
+
+def test_what_travels(tiny_qwen: Path) -> None:
+    options = {"model": str(tiny_qwen), "max_prompt_length": 8}
+
+    async def body() -> None:
+        several = build_replicas(Engine, options, 2, slots=4, threads=1)
+        found = [sample async for sample in several.generate(asking([9] * 6), SAMPLING, 0)]
+        pids = sorted({int(sample.tokens[0]) for sample in found})
+        assert (len(found), len(pids)) == (12, 2)
+        assert (await several.sample([5, 6], SAMPLING, (1, 2))).tokens == [5, 6, 1, 2]
+        with pytest.raises(DataError, match=r"^rollout: not to this engine's taste\."):
+            _ = [sample async for sample in several.generate(asking([9]), SAMPLING, 666)]
+
+        weights = {
+            "a": torch.randn(3, 4),
+            "b": torch.randn(5).bfloat16(),
+            "c": torch.tensor(2.5),
+            "d": torch.arange(12).reshape(3, 4).t(),
+        }
+        shared = replicas.share(weights)
+        for engine in several._engines:
+            await engine.sync(shared, 0)
+            there = await engine.actor.__ray_call__.remote(lambda replica: replica.engine.weights)  # type: ignore[attr-defined]
+            assert all(torch.equal(there[name], value) for name, value in weights.items())
+
+        # An abandoned group is abandoned in its engine, too.
+        async with aclosing(several.generate(asking([2]), SAMPLING, 0)) as samples:
+            waiting = asyncio.ensure_future(anext(samples))
+            await asyncio.sleep(1.0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        while not sum([await engine._call("wake") for engine in several._engines]):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.05)
+
+        with pytest.raises(ServiceLost, match=r"^rollout: replica [12] of 2: ValueError: no; the replicas have to"):
+            await several.sleep()
+        await several.close()
+        assert not left(pids, timeout=30)
+
+    run(body())
+
+
+def test_a_dead_replica_loses_all(tiny_qwen: Path) -> None:
+    options = {"model": str(tiny_qwen), "max_prompt_length": 8}
+
+    async def body() -> None:
+        several = build_replicas(Engine, options, 2)
+        found = [sample async for sample in several.generate(asking([9] * 6), SAMPLING, 0)]
+        pids = sorted({int(sample.tokens[0]) for sample in found})
+
+        async def collect() -> None:
+            async for _sample in several.generate(asking([2] * 6), SAMPLING, 0):
+                pass
+
+        drawing = asyncio.ensure_future(collect())
+        await asyncio.sleep(0.5)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(ServiceLost, match=r"replica [12] of 2: the process that ran it died .*rebuilt"):
+            await drawing
+        await several.close()
+        await several.close()
+        assert not left(pids, timeout=30)
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("raises", "kind", "message"),
+    [("config: no", ConfigError, "^config: no"), ("oh", RunError, "^replica 1 of 1: ZeroDivisionError: oh")],
+)
+def test_an_engine_that_cannot_be_built(raises: str, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        replicas.start(Engine, {"raises": raises}, 1)
+
+
+def test_without_ray_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=r"engine\.replicas=2: Ray does not run here; use executor=ray, or one"):
+        replicas.start(Engine, {}, 2)
+
+
+class Owner:
+    """An actor that has a replica, as the service ``rollout`` does."""
+
+    async def build(self) -> list[int]:
+        (engine,), _release = replicas.start(Engine, {}, 1)
+        return [os.getpid(), await engine.actor.__ray_call__.remote(lambda _replica: os.getpid())]
+
+
+def test_with_the_process_that_has_them_the_replicas_end() -> None:
+    import ray
+
+    owner = ray.remote(Owner).options(num_cpus=0, max_concurrency=100).remote()
+    pids = ray.get(owner.build.remote(), timeout=60)
+    os.kill(pids[0], signal.SIGKILL)
+    assert not left(pids, timeout=30)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_two_vllm_replicas_sample_as_transformers_does(tmp_path: Path) -> None:
+    paths = [tiny_models.save_model(tmp_path / str(seed), seed) for seed in range(2)]
+    models = [tiny_models.load(path) for path in paths]
+    options = {"model": paths[0], "max_prompt_length": 40, "max_tokens": 16, "max_num_seqs": 4}
+    batch, greedy = tiny_models.prompts([3, 33, 17, 5, 9, 1]), Sampling(temperature=0.0, max_tokens=16)
+
+    async def body() -> None:
+        several = build_replicas("dataflow.engines.vllm.engine:VllmRollout", options, 2, slots=4)
+        for version, model in enumerate(models):
+            if version:
+                await several.sync(model.state_dict(), version)
+            best = [sample async for sample in several.generate(batch, greedy, 0)]
+            expected = [tiny_models.greedy(model, ids, 16) for ids in batch["prompt_ids"]]
+            assert [list(s.tokens) for s in sorted(best, key=lambda s: s.group)] == expected
+            assert {sample.version for sample in best} == {version}
+        await several.close()
+
+    asyncio.run(asyncio.wait_for(body(), 280))
