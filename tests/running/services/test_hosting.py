@@ -60,8 +60,8 @@ def test_on_gpus_that_it_shares_it_is_built_alone(vllm_for: Any) -> None:
 
 def test_processes_of_its_own_have_time_to_end(vllm_for: Any) -> None:
     vllm_for("cpu")
-    assert host().close_s == 1.0, "Ctrl-C ends a run within 5 s"
-    assert host(engine={"tensor_parallel": 2}).close_s > 5
+    assert host().close_s > 5
+    assert host(engine={"rollout": "hf"}).close_s == 1.0
 
 
 def test_a_conversation_is_no_longer_than_a_prompt_and_its_turns(vllm_for: Any) -> None:
