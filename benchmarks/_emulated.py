@@ -12,7 +12,6 @@ import importlib
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,8 @@ import torch
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.samples import to_batch
-from dataflow.engines.verl.setup.process import import_worker, join
+from dataflow.engines.verl.process import import_worker, join
+from dataflow.engines.verl.rows import Division
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.graph import Stage, TaskInfo
 from dataflow.models.tiny import tiny_model
@@ -162,14 +162,15 @@ class Trainer(VerlTrainer, Slept):
 
     def __init__(self, seconds: tuple[float, float], options: Any, algorithm: Any) -> None:
         Slept.__init__(self)
-        self._aside = ThreadPoolExecutor(1)
         import_worker("cpu")
         self._joined = join("cpu")
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.algorithm, self.temperature, self.counts_flops = algorithm, 1.0, False
         self.adapted, self.loss_agg_mode = False, algorithm.loss_agg_mode
-        self.micro_batch_size, self.balance = options.micro_batch_size, options.balance_batch
-        self.max_tokens, self._shares_gpu = options.max_tokens_per_gpu, False
+        self.division = Division(
+            self.rank, self.world, options.micro_batch_size, options.max_tokens_per_gpu, options.balance_batch
+        )
+        self._shares_gpu = False
         optimizer = SimpleNamespace(param_groups=[{"lr": options.lr}])
         self.worker = self.reference = Worker(
             self, *seconds, SimpleNamespace(optimizer=optimizer, lr_scheduler_step=lambda: None)

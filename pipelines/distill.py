@@ -72,7 +72,7 @@ def pipeline(config: Config) -> Pipeline:
     gpus = config.ray.gpus_per_worker
     teacher = Hosted(
         "teacher",
-        "dataflow.engines.verl.teacher:VerlTeacher",
+        "dataflow.engines.verl.trainer:VerlTeacher",
         {
             "model": config.teacher.path,
             "options": TrainerConfig(micro_batch_size=config.teacher.micro_batch_size),

@@ -273,11 +273,9 @@ def _engine_for_the_cpu() -> Iterator[None]:
     yield
     engine = sys.modules.get("verl.workers.engine.fsdp.transformer_impl")
     if engine is not None and not sys.modules["torch"].cuda.is_available():
-        from dataflow.engines.verl.setup.cpu import NAME
+        from dataflow.engines.verl.cpu import NAME
 
-        assert engine.device_name == NAME, (
-            "call dataflow.engines.verl.setup.cpu.install() before verl's trainer is imported"
-        )
+        assert engine.device_name == NAME, "call dataflow.engines.verl.cpu.install() before verl's trainer is imported"
 
 
 @pytest.fixture

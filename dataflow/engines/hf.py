@@ -26,7 +26,7 @@ from dataflow.engines.draw import draw, uniforms
 from dataflow.engines.rollout import Request, Rollout
 from dataflow.engines.samples import left_pad, with_shown
 from dataflow.engines.vocabulary import Vocabulary, loading, undrawn
-from dataflow.engines.weights import WeightNames, auto_class
+from dataflow.engines.weights import WeightNames, add_mean, auto_class
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +77,8 @@ class HfRollout(Rollout):
             sleeps=device != "cpu",
         )
         config = self.model.config.get_text_config()
+        if sees:
+            add_mean(self.model)
         if not sees and getattr(config, "num_key_value_heads", None) not in (None, config.num_attention_heads):
             self.model.set_attn_implementation(GROUPED)
         self._undrawn = undrawn(self.model.config)

@@ -17,6 +17,23 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
+def add_mean(model: torch.nn.Module) -> None:
+    """Gives the outputs of a model's vision tower, if it has one, a mean, which verl asks for.
+
+    verl replaces the forward of Qwen's classes in its process: of tokens without an image it sends zeros through the
+    tower, so that all ranks gather its weights, and adds 0 times the output's mean. The output of transformers 5 is an
+    object with several tensors, which has none (verl 0.9.1).
+    """
+
+    def with_mean(_tower: Any, _inputs: Any, output: Any) -> None:
+        if hasattr(output, "pooler_output"):
+            output.mean = output.pooler_output.mean
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "visual":
+            module.register_forward_hook(with_mean)
+
+
 class WeightNames:
     """Names and shapes of a model's weights, and which are tied.
 

@@ -56,7 +56,7 @@ Case = tuple[Callable[[], Found], Callable[[], Found]]
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu() -> None:
     """Modules of verl's trainer import its engine, which reads the device once."""
-    from dataflow.engines.verl.setup.cpu import install
+    from dataflow.engines.verl.cpu import install
 
     install()
 

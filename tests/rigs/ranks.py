@@ -1,6 +1,6 @@
 """Ranks of a trainer, forked from one process that has imported verl, which takes each new process seconds.
 
-Run as a script, it is that process: ``python ranks.py DIRECTORY``, where DIRECTORY has the modules of the ranks.
+Run as a script, it is that process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 WAIT_S = 600.0  # on a busy machine; alone it takes a tenth
@@ -40,18 +41,11 @@ def free_ports(number: int) -> list[int]:
 
 
 class RankHost:
-    """Runs ranks; a context manager, which ends what still runs.
-
-    Args:
-        directory: of modules with a function ``be_a_rank``.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    """Runs ranks of modules with a function ``be_a_rank``; a context manager, which ends what still runs."""
 
     def __enter__(self) -> RankHost:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._directory)],
+            [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Arrow's allocator has a thread; a process with threads must not be forked.
@@ -83,15 +77,16 @@ class RankHost:
         self._process.communicate()
 
 
-def main(directory: str) -> None:
+def main() -> None:
     # What each rank would import: verl asks transformers for the classes of all models there are.
     from transformers import AutoModelForCausalLM
 
-    from dataflow.engines.verl.setup.process import import_worker
+    from dataflow.engines.verl.process import import_worker
 
     import_worker("cpu")
     list(AutoModelForCausalLM._model_mapping.keys())
-    sys.path.insert(0, directory)
+    sys.modules["tests"] = tests = ModuleType("tests")  # a library has installed a package of that name
+    tests.__path__ = [str(Path(__file__).parents[1])]
     assert len(os.listdir("/proc/self/task")) == 1, "it has threads, so it must not be forked"
     for line in sys.stdin:
         module, world, out, words = json.loads(line)
@@ -124,4 +119,4 @@ def become(rank: int, world: int, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

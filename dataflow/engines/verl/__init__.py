@@ -1,1 +1,1 @@
-"""Training by verl's worker; ``setup/cpu.py`` has all that it needs on a CPU."""
+"""Training by verl: what it lacks, and no more."""

@@ -8,9 +8,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dataflow.engines.verl.lora import with_adapter
 from dataflow.engines.weights import auto_class
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import cannot_write, unmakable
@@ -18,20 +17,14 @@ from dataflow.files import cannot_write, unmakable
 if TYPE_CHECKING:
     import torch
 
-PROCESSOR = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-"""Files of the processor of a model that takes images; training does not change them."""
+_BESIDE = (".json", ".jinja", ".txt", ".model", ".py")
+"""Suffixes of the files beside weights, which training does not change."""
 
 
 def write_model(
     weights: Mapping[str, torch.Tensor], source: str | Path, directory: Path, card: str, *, replace: bool = False
 ) -> None:
-    """Writes a model: weights, configuration, generation configuration, tokenizer, processor and model card.
+    """Writes a model: weights, configuration, all that lies beside them (tokenizer, processor, ...) and a model card.
 
     The directory appears when it is complete.
 
@@ -48,54 +41,82 @@ def write_model(
         DataError: the weights are not those of such a model.
     """
     import torch
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import AutoConfig
 
-    if not sys.stderr.isatty():  # a file or a pipe would get a line for each refresh
-        disable_progress_bar()
+    _no_bars()
     config = AutoConfig.from_pretrained(source)
     dtype = getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
-    expected, tied = set(model.state_dict()), set(model.all_tied_weights_keys)
-    if odd := (set(weights) ^ expected) - (tied if config.tie_word_embeddings else set()):
+    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    if odd := (set(weights) ^ set(model.state_dict())) - tied:
         raise DataError(f"weight {sorted(odd)[0]} is not in both the checkpoint and the model {source}.")
-    kept = {
-        name: tensor.to(dtype).contiguous()
-        for name, tensor in weights.items()
-        if not (config.tie_word_embeddings and name in tied)
-    }
-    with contextlib.suppress(OSError):  # most small models have none
-        model.generation_config = GenerationConfig.from_pretrained(source)
+    kept = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items() if name not in tied}
     with _complete(directory, replace) as aside:
         model.save_pretrained(aside, state_dict=kept)
-        AutoTokenizer.from_pretrained(source).save_pretrained(aside)
-        for name in PROCESSOR:
-            if (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, aside / name)
+        for file in Path(source).iterdir():
+            if file.suffix in _BESIDE and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, aside / file.name)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_adapter(
-    adapter: Mapping[str, torch.Tensor], source: Path, checkpoint: Path, directory: Path, card: str
+    weights: Mapping[str, torch.Tensor], config: Any, source: Path, directory: Path, card: str, *, merge: bool
 ) -> None:
-    """Writes a LoRA adapter in peft's form, with a model card. The directory appears when it is complete.
+    """Writes a LoRA adapter in peft's form, or the model with it merged; see :func:`write_model`.
 
     Args:
-        adapter: the checkpoint's weights.
+        weights: of the adapter.
+        config: peft's, of the adapter.
         source: directory of the model that it is beside.
-        checkpoint: its directory.
         directory: to make.
         card: text of the model card, as Markdown.
+        merge: whether to write the whole model.
 
     Raises:
         ConfigError: the directory exists, or cannot be made.
         RunError: a file cannot be written.
         DataError: the adapter is not one of this model.
     """
+    _no_bars()
+    model = with_adapter(source, weights, config)
+    if merge:
+        write_model(model.merge_and_unload().state_dict(), source, directory, card)
+        return
     with _complete(directory, replace=False) as aside:
-        with_adapter(source, adapter, checkpoint).save_pretrained(str(aside))
+        model.save_pretrained(str(aside))
         (aside / "README.md").write_text(card, encoding="utf-8")
+
+
+def with_adapter(source: Path, weights: Mapping[str, torch.Tensor], config: Any) -> Any:
+    """Returns peft's model: the weights of a model, and an adapter beside them.
+
+    Args:
+        source: directory of the model that was trained.
+        weights: of the adapter.
+        config: peft's, of the adapter.
+
+    Raises:
+        DataError: the adapter is not one of this model.
+    """
+    from peft import get_peft_model
+    from transformers import AutoConfig
+
+    # Of the type that it was trained in, so that the sum has the same bits.
+    dtype = next(iter(weights.values())).dtype
+    base = auto_class(AutoConfig.from_pretrained(source)).from_pretrained(source, dtype=dtype)
+    config.base_model_name_or_path, config.inference_mode = str(source), False
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    if odd := model.load_state_dict(dict(weights), strict=False).unexpected_keys:
+        raise DataError(f"the checkpoint has other adapters than the model {source}, such as {odd[0]}.")
+    return model
+
+
+def _no_bars() -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():  # a file or a pipe would get a line for each refresh
+        disable_progress_bar()
 
 
 @contextlib.contextmanager

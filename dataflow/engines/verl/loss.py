@@ -1,19 +1,26 @@
-"""The losses that actor and critic are trained with: verl's PPO losses, with a run's options."""
+"""The losses that actor and critic are trained with: verl's PPO losses with a run's options, and their metrics."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dataflow.algorithms.losses import BYPASS
-from dataflow.engines.verl.measures import over_tokens
-from dataflow.errors import ConfigError
+from dataflow.metrics import Mean, by_name
 
 if TYPE_CHECKING:
     import torch
+    from tensordict import TensorDict
 
 PREFIX = "dataflow/"
 """Prefix of the names of the losses registered here."""
+_OF_UPDATES = ("lr", "grad_norm", "kl_coef")
+"""Metrics of an update as a whole, as are those of its machine."""
+_OF_LOSS = ("loss", "pg_loss", "vf_loss", "kl_loss", "entropy_loss", "entropy")
 
 
 def loss_of(options: Any, algorithm: Any, response_length: int) -> Any:
@@ -23,9 +30,6 @@ def loss_of(options: Any, algorithm: Any, response_length: int) -> Any:
         options: section ``trainer``.
         algorithm: section ``algorithm``.
         response_length: longest response, in tokens; the default of ``loss_scale_factor``.
-
-    Raises:
-        ConfigError: an option that verl refuses.
     """
     from verl.workers.utils.losses import ppo_loss
 
@@ -33,82 +37,120 @@ def loss_of(options: Any, algorithm: Any, response_length: int) -> Any:
 
 
 def actor_config(options: Any, algorithm: Any, response_length: int) -> Any:
-    """Returns the options of :func:`loss_of` as verl's ``FSDPActorConfig``.
-
-    Raises:
-        ConfigError: an option that verl refuses.
-    """
+    """Returns the options of :func:`loss_of` as verl's ``FSDPActorConfig``."""
+    from verl.trainer.config import RolloutCorrectionConfig
     from verl.workers.config import FSDPActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
     register()
     mode = BYPASS if algorithm.bypass_mode else algorithm.policy_loss
-    try:
-        return FSDPActorConfig(
-            strategy="fsdp2",
-            rollout_n=1,
-            ppo_micro_batch_size_per_gpu=options.micro_batch_size,
-            clip_ratio=algorithm.clip_ratio,
-            clip_ratio_low=algorithm.clip_ratio_low,
-            clip_ratio_high=algorithm.clip_ratio_high,
-            clip_ratio_c=algorithm.clip_ratio_c,
-            tau_pos=algorithm.tau_pos,
-            tau_neg=algorithm.tau_neg,
-            policy_loss=PolicyLossConfig(
-                loss_mode=f"{PREFIX}{mode}" if mode in _OWN else mode,
-                clip_cov_ratio=algorithm.clip_cov_ratio,
-                clip_cov_lb=algorithm.clip_cov_lb,
-                clip_cov_ub=algorithm.clip_cov_ub,
-                kl_cov_ratio=algorithm.kl_cov_ratio,
-                ppo_kl_coef=algorithm.ppo_kl_coef,
-                dro_beta=algorithm.dro_beta,
-                rollout_correction=_correction(algorithm),
-            ),
-            loss_agg_mode=algorithm.loss_agg_mode,
-            loss_scale_factor=algorithm.loss_scale_factor or response_length,
-            entropy_coeff=algorithm.entropy_coeff,
-            use_kl_loss=algorithm.use_kl_loss,
-            kl_loss_coef=algorithm.kl_loss_coef,
-            kl_loss_type=algorithm.kl_loss_type,
-        )
-    except ValueError as error:
-        raise ConfigError(f"algorithm: verl refuses it: {error}") from error
+    return _named(
+        FSDPActorConfig,
+        algorithm,
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=options.micro_batch_size,
+        policy_loss=_named(
+            PolicyLossConfig,
+            algorithm,
+            loss_mode=f"{PREFIX}{mode}" if mode in _OWN else mode,
+            rollout_correction=_named(RolloutCorrectionConfig, algorithm, loss_type=algorithm.bypass_loss),
+        ),
+        loss_scale_factor=algorithm.loss_scale_factor or response_length,
+    )
+
+
+def _named(kind: Any, algorithm: Any, **others: Any) -> Any:
+    """Returns a configuration of verl's with all options of ``algorithm`` that it has by the same name, and others."""
+    names = {field.name for field in dataclasses.fields(kind)} & set(type(algorithm).model_fields)
+    return kind(**{name: getattr(algorithm, name) for name in names} | others)
 
 
 def value_loss_of(options: Any) -> Any:
-    """Returns verl's loss of a critic with these options: ``cliprange_value``, ``loss_agg_mode``.
-
-    Raises:
-        ConfigError: an option that verl refuses.
-    """
+    """Returns verl's loss of a critic with these options: ``cliprange_value``, ``loss_agg_mode``."""
     from verl.workers.config import FSDPCriticConfig
     from verl.workers.utils.losses import value_loss
 
-    try:
-        config = FSDPCriticConfig(
-            strategy="fsdp2",
-            ppo_micro_batch_size_per_gpu=options.micro_batch_size,
-            cliprange_value=options.cliprange_value,
-            loss_agg_mode=options.loss_agg_mode,
-        )
-    except ValueError as error:
-        raise ConfigError(f"critic: verl refuses it: {error}") from error
+    config = FSDPCriticConfig(
+        strategy="fsdp2",
+        ppo_micro_batch_size_per_gpu=options.micro_batch_size,
+        cliprange_value=options.cliprange_value,
+        loss_agg_mode=options.loss_agg_mode,
+    )
     return functools.partial(over_tokens, value_loss, config=config)
 
 
-def _correction(algorithm: Any) -> Any:
-    """Returns the options of the loss with ``bypass_mode``; other losses read none of them."""
-    from verl.trainer.config import RolloutCorrectionConfig
+def over_tokens(
+    loss: Callable[..., tuple[Any, dict[str, Any]]], *, data: TensorDict, **more: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Calls a loss of verl's, and makes its metrics means over the tokens of a mini-batch.
 
-    return RolloutCorrectionConfig(
-        rollout_is=algorithm.rollout_is,
-        rollout_is_threshold=algorithm.rollout_is_threshold,
-        rollout_is_batch_normalize=algorithm.rollout_is_batch_normalize,
-        rollout_rs=algorithm.rollout_rs,
-        rollout_rs_threshold=algorithm.rollout_rs_threshold,
-        bypass_mode=algorithm.bypass_mode,
-        loss_type=algorithm.bypass_loss,
-    )
+    verl sums the losses of micro-batches and ranks, each divided by what the whole mini-batch counts, and takes the
+    mean of the means over each one's tokens for all else, such as ``pg_clipfrac``.
+
+    Args:
+        loss: verl's ``ppo_loss`` or ``value_loss``.
+        data: of the micro-batch.
+        more: other arguments of the loss.
+    """
+    from verl.utils.metric import AggregationType, Metric
+
+    mask = data["response_mask"]
+    tokens = float((mask.values() if mask.is_nested else mask).sum())
+    share = tokens * data["dp_size"] / max(1.0, float(data["batch_num_tokens"]))
+    found, metrics = loss(data=data, **more)
+    for name, value in metrics.items():
+        if name in _OF_UPDATES or (isinstance(value, Metric) and value.aggregation is not AggregationType.MEAN):
+            continue
+        number, reduces = value.aggregate() if isinstance(value, Metric) else value, by_name(name)
+        metrics[name] = Metric("sum", number * share) if reduces is None else Metric(reduces.__name__, number)
+    return found, metrics
+
+
+def reduced(found: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Returns one float per metric, under verl's names, from the values of each rank and micro-batch.
+
+    Args:
+        found: what verl's worker returned, with :func:`over_tokens`.
+        prefix: of names without one, such as ``actor``.
+    """
+    from verl.utils.metric import Metric
+
+    metrics: dict[str, float] = {}
+    on_gpu = bool(np.max(found.get("perf/max_memory_allocated_gb", 0.0)))
+    for name, value in found.items():
+        if name.startswith("perf/") and not on_gpu:
+            continue  # memory statistics of the device, zero on a CPU
+        if isinstance(value, list) and isinstance(value[0], Metric):
+            value = Metric.aggregate_dp(value)
+        number = float((by_name(name) or np.mean)(np.ravel(value)))
+        if name != "mfu":
+            metrics[name if "/" in name else f"{prefix}/{name}"] = number
+        elif number > 0:  # verl gives 0 for a model or a GPU that it does not know
+            metrics[f"perf/mfu/{prefix}"] = number
+    return metrics
+
+
+def weighed(
+    metrics: Mapping[str, float], rows: int, tokens: int, seconds: float, loss_agg_mode: str
+) -> dict[str, float]:
+    """Returns the metrics of an update with what each counts, so that the mean over a step's updates is over that.
+
+    Args:
+        metrics: of the update.
+        rows, tokens: that were trained on.
+        seconds: that the update took.
+        loss_agg_mode: of the loss: over tokens, or over sequences.
+    """
+    of_loss = tokens if loss_agg_mode == "token-mean" else rows
+    found = dict(metrics)
+    for name, value in metrics.items():
+        group, _, last = name.partition("/")
+        if group in ("actor", "critic", "rollout_corr") and last not in _OF_UPDATES and by_name(name) is None:
+            found[name] = Mean(value, of_loss if last in _OF_LOSS else tokens)
+        elif name.startswith("perf/mfu/"):
+            found[name] = Mean(value, seconds)
+    return found
 
 
 def _geo_mean(**tensors: Any) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""VerlTrainer: the actor. What it shares with other trained models is in ``model.py``."""
+"""What verl trains or holds: the actor, the critic of PPO, and the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 from dataflow.algorithms.estimators import SUMS_SQUARES
 from dataflow.batch import Batch
 from dataflow.engines.verl.export import write_model
-from dataflow.engines.verl.loss import loss_of
+from dataflow.engines.verl.loss import loss_of, value_loss_of
 from dataflow.engines.verl.model import TrainedModel
-from dataflow.engines.verl.rows import inputs_of
-from dataflow.engines.verl.setup.process import quiet
+from dataflow.engines.verl.process import quiet
 from dataflow.errors import ConfigError
 
 
@@ -25,12 +24,9 @@ class VerlTrainer(TrainedModel):
             (:func:`dataflow.engines.verl.loss.loss_of`), and adv_estimator.
         total_steps: training steps of the run.
         response_length: longest response, in tokens; what ``seq-mean-token-sum-norm`` divides by.
-        temperature: of the rollout; log-probs are those of the logits divided by it.
-        seed: of everything random.
-        device: "cpu" (gloo) or "cuda" (nccl).
         reference: whether ``ref_log_probs`` is needed: the frozen initial weights are held as well, unless those beside
             a LoRA adapter are they.
-        shares_gpu: whether another service uses the GPU while this one is idle; torch's cached memory is freed then.
+        **options: ``temperature``, ``seed``, ``device``, ``shares_gpu`` of :class:`TrainedModel`.
 
     Raises:
         ConfigError: training is not possible with an option.
@@ -45,36 +41,25 @@ class VerlTrainer(TrainedModel):
         algorithm: Any,
         total_steps: int,
         response_length: int,
-        temperature: float = 1.0,
-        seed: int = 0,
-        device: str = "cpu",
+        *,
         reference: bool = False,
-        shares_gpu: bool = False,
+        **options: Any,
     ) -> None:
-        if temperature <= 0:
-            raise ConfigError(f"engine.temperature={temperature}: training divides by it; give more than 0.")
-        if algorithm.use_kl_loss and not reference:
-            raise ConfigError("algorithm.use_kl_loss needs the reference: build the trainer with reference=True.")
-        self.algorithm = algorithm
-        self.loss_agg_mode = algorithm.loss_agg_mode
+        self.algorithm, self.loss_agg_mode = algorithm, algorithm.loss_agg_mode
         super().__init__(
             model,
             trainer,
-            kind="language_model",
             total_steps=total_steps,
-            temperature=temperature,
-            seed=seed,
-            device=device,
             threads=trainer.threads,
-            shares_gpu=shares_gpu,
             max_tokens=trainer.max_tokens_per_gpu,
             balance=trainer.balance_batch,
+            **options,
         )
         self.reference = self.worker if reference and self.adapted else None
         if reference and self.reference is None:
             with quiet():
                 # A second copy of the weights, which is never trained.
-                self.reference = self._build(offload=device == "cuda")
+                self.reference = self._build(offload=options.get("device") == "cuda")
         self.worker.set_loss_fn(loss_of(trainer, algorithm, response_length))
 
     def old_log_probs(self, batch: Batch) -> Batch:
@@ -100,9 +85,7 @@ class VerlTrainer(TrainedModel):
         return batch.like(ref_log_prob=columns["log_probs"])
 
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
-        """Takes one optimizer step on all rows that have a token to train on.
-
-        If none has, no step is taken: weights and optimizer stay bit for bit, and only the LR scheduler may step.
+        """Takes one optimizer step on all rows that have a token to train on; see :meth:`TrainedModel._update`.
 
         Args:
             batch: columns of the responses, ``advantages``; ``old_log_probs``, or ``rollout_log_probs`` with
@@ -111,38 +94,85 @@ class VerlTrainer(TrainedModel):
             last: whether it is the last one of the training step, after which the LR scheduler steps.
 
         Returns:
-            verl's metrics, the same on every rank; ``actor/lr`` is the learning rate of this step. If no step was
-            taken, as none has or the gradient is not finite, only this rate and ``actor/skipped_updates``, which is 1.
+            verl's metrics, the same on every rank.
         """
+        old = "rollout_log_probs" if self.algorithm.bypass_mode else "old_log_probs"
+        columns = {"advantages": "advantages", "old_log_probs": old}
+        if self.algorithm.use_kl_loss:
+            columns["ref_log_prob"] = "ref_log_prob"
+        if "rollout_is_weights" in batch:
+            columns["rollout_is_weights"] = "rollout_is_weights"
+        if "entropy" in batch:
+            again = self.algorithm.entropy_coeff != 0
+            return self._update(batch, last, columns, self._entropy, calculate_entropy=again)
+        metrics = self._update(batch, last, columns, calculate_entropy=True)
+        found = metrics.get("actor/entropy_loss")  # not of a step that was skipped
+        return metrics if found is None else metrics | {"actor/entropy": found}
+
+    def _entropy(self, batch: Batch) -> dict[str, float]:
         from verl.trainer.ppo.core_algos import agg_loss
 
-        trainable = self._trainable(batch)
-        if trainable is None:
-            return self._skip(last)
-        batch = trainable
-        more = ["advantages"]
-        more += ["ref_log_prob"] if self.algorithm.use_kl_loss else []
-        more += ["rollout_is_weights"] if "rollout_is_weights" in batch else []
-        old = "rollout_log_probs" if self.algorithm.bypass_mode else "old_log_probs"
-        entropy = self.algorithm.entropy_coeff != 0 or "entropy" not in batch
-        inputs = inputs_of(batch, *more, old_log_probs=old)
-        if "entropy" not in batch:
-            metrics = self._step(inputs, last, calculate_entropy=entropy)
-            found = metrics.get("actor/entropy_loss")  # not of a step that was skipped
-            return metrics if found is None else metrics | {"actor/entropy": found}
-
-        def logged() -> dict[str, float]:
-            mean = agg_loss(
-                loss_mat=batch["entropy"],
-                loss_mask=batch["response_mask"],
-                loss_agg_mode=self.algorithm.loss_agg_mode,
-            )
-            return {"actor/entropy": mean.item()}
-
-        return self._step(inputs, last, logged, calculate_entropy=entropy)
+        mean = agg_loss(loss_mat=batch["entropy"], loss_mask=batch["response_mask"], loss_agg_mode=self.loss_agg_mode)
+        return {"actor/entropy": mean.item()}
 
     def export(self, directory: str, card: str) -> None:
         """Writes the weights as a Hugging Face directory, replacing one that exists; all ranks must call."""
         weights = self.weights()
         if self.rank == 0:
             write_model(weights, self._model, Path(directory), card, replace=True)
+
+
+class VerlCritic(TrainedModel):
+    """Estimates the return of each token; implements the Critic Protocol. RANK, ... come from the environment.
+
+    Args:
+        model: directory of a causal LM, whose body it begins with; its head is new, drawn from ``seed``.
+        critic: section ``critic``, a :class:`~dataflow.config.training.critic.CriticConfig`.
+        total_steps: training steps of the run.
+        **options: ``seed``, ``device``, ``threads``, ``shares_gpu`` of :class:`TrainedModel`.
+
+    Raises:
+        ConfigError: training is not possible with an option.
+    """
+
+    name = "critic"
+
+    def __init__(self, model: str, critic: Any, total_steps: int, **options: Any) -> None:
+        super().__init__(model, critic, valued=True, total_steps=total_steps, **options)
+        self.loss_agg_mode = critic.loss_agg_mode
+        self.worker.set_loss_fn(value_loss_of(critic))
+
+    def values(self, batch: Batch) -> Batch:
+        """Returns ``values``, float32 ``[rows, R]``: the return expected before each token; 0 where the mask is."""
+        return batch.like(**self._infer(self.worker, batch, ["values"]))
+
+    def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
+        """Takes one optimizer step on all rows that have a token to train on; see :meth:`TrainedModel._update`.
+
+        Args:
+            batch: columns of the responses, ``values`` (those that the advantages were made of: predictions are
+                clipped around them) and ``returns``, float32 ``[rows, R]``.
+            last: whether it is the last one of the training step, after which the LR scheduler steps.
+
+        Returns:
+            verl's metrics, the same on every rank: ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
+            ``critic/grad_norm``, ``critic/lr``.
+        """
+        return self._update(batch, last, {"values": "values", "returns": "returns"})
+
+
+class VerlTeacher(TrainedModel):
+    """Scores tokens, and is never trained: the optimizer that verl builds with it holds no memory before a step.
+
+    Args:
+        model: directory of a causal LM.
+        options: a :class:`~dataflow.config.training.trained.TrainedConfig`, whose optimizer is not used.
+        **more: ``temperature``, ``device``, ``threads`` of :class:`TrainedModel`.
+    """
+
+    name = "teacher"
+
+    def log_probs(self, batch: Batch) -> Batch:
+        """Returns ``teacher_log_probs``, float32 ``[rows, R]``, of the responses' tokens; 0 where the mask is."""
+        columns = self._infer(self.worker, batch, ["log_probs"], calculate_entropy=False)
+        return batch.like(teacher_log_probs=columns["log_probs"])

@@ -24,7 +24,7 @@ _IDLE = 1.0 * GIB
 """Of each process on a GPU: its CUDA context, and what its libraries allocate."""
 _ENGINE_WORK = 2.0 * GIB
 """vLLM's activations and CUDA graphs, about."""
-_TEACHER = "dataflow.engines.verl.teacher:VerlTeacher"
+_TEACHER = "dataflow.engines.verl.trainer:VerlTeacher"
 _TRAINED = (TRAINER, CRITIC)
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 """Bytes of a number."""

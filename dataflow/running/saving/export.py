@@ -40,7 +40,7 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
     name = ADAPTER if adapter else MODEL
     target = directory or run / (name if step is None else f"{name}-{step}")
     from dataflow.engines.verl.export import check_new, write_adapter, write_model
-    from dataflow.engines.verl.lora import is_adapter, merge_into
+    from dataflow.engines.verl.state import read_weights
 
     if directory is None and target.is_dir():
         raise ConfigError(
@@ -52,19 +52,16 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
     source = Path(str((values.get("model") or {}).get("path")))
     if not source.is_dir():
         raise ConfigError(f"the model {source} that run '{run}' started from is gone; put it back.")
-    from dataflow.engines.verl.state import full_weights
-
-    if adapter and not is_adapter(point.trainer):
+    weights, config = read_weights(point.trainer)
+    if adapter and config is None:
         raise ConfigError(
             f"run '{run}' trained all weights (trainer.lora.rank), so it has no adapter; leave --adapter out."
         )
-    weights = full_weights(point.trainer)
-    if adapter:
-        write_adapter(weights, source, point.trainer, target, card(run, values, point.step, adapter=True))
-        return target
-    if is_adapter(point.trainer):
-        weights = merge_into(source, weights, point.trainer)
-    write_model(weights, source, target, card(run, values, point.step))
+    text = card(run, values, point.step, adapter=adapter)
+    if config is None:
+        write_model(weights, source, target, text)
+    else:
+        write_adapter(weights, config, source, target, text, merge=not adapter)
     return target
 
 

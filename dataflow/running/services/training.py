@@ -32,7 +32,7 @@ def check_training(options: TrainedConfig, model: str | Path | None, device: str
     """
     options.check_device(device)
     if not options.in_torch or options.optimizer_kwargs:  # others were checked, and need no torch here
-        from dataflow.engines.verl.setup.options import check_optimizer
+        from dataflow.engines.verl.worker import check_optimizer
 
         check_optimizer(options)
     lora, key = options.lora, f"{options.section}.lora"

@@ -1,16 +1,57 @@
-"""The ranks that several modules run."""
+"""The ranks that several modules run, and trained models in the tests' own process."""
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.rigs.ranks import RankHost
+from tests.engines.verl.models import build
+from tests.rigs.ranks import RankHost, alone
 
 
 @pytest.fixture(scope="session")
 def ranks(_no_process_left: None) -> Iterator[RankHost]:
-    with RankHost(Path(__file__).parent) as host:
+    with RankHost() as host:
         yield host
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    """Builds trained models in this process, closes them, and leaves its environment as it was."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    for name in set(environment) - set(alone()):
+        os.environ.pop(name)
+    built: list[Any] = []
+
+    def one(model: Path, *, by: Any = build, keep: bool = False, **options: Any) -> Any:
+        while built and not keep:
+            built.pop().close()
+        built.append(by(model, **options))
+        return built[-1]
+
+    yield one
+    while built:
+        built.pop().close()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def untied_qwen(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shape with an output layer of its own and without a tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = copy.deepcopy(AutoConfig.from_pretrained(tiny_qwen))
+    config.tie_word_embeddings = False
+    path = tmp_path_factory.mktemp("models") / "untied-qwen"
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path

@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.config.training.critic import CriticConfig
-from dataflow.engines.verl.critic import VerlCritic
 from dataflow.engines.verl.model import digest
-from dataflow.engines.verl.trainer import VerlTrainer
-from dataflow.errors import ConfigError
-
-if TYPE_CHECKING or "." in __name__:
-    from tests.engines.verl.test_trainer import P, largest_difference, responses, training_batch
-    from tests.engines.verl.test_trainer import build as build_actor
-    from tests.rigs.ranks import RankHost, alone
-else:  # in a rank, ``tests`` may be another package
-    from test_trainer import P, largest_difference, responses, training_batch
-    from test_trainer import build as build_actor
+from dataflow.engines.verl.state import read_weights
+from dataflow.engines.verl.trainer import VerlCritic, VerlTrainer
+from tests.engines.verl.models import (
+    build,
+    build_critic,
+    largest_difference,
+    plain_logits,
+    responses,
+    save,
+    scored,
+    with_returns,
+)
+from tests.rigs.ranks import RankHost
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
-CRITIC = {
-    "micro_batch_size": 64,
-    "lr": 1e-3,
-    "betas": (0.9, 0.99),
-    "weight_decay": 0.1,
-    "warmup_steps": 0,
-    "grad_clip": 1.0,
-    "cliprange_value": 0.5,
-    "loss_agg_mode": "token-mean",
-}
 CLIP = 0.05
 
-Make = Callable[..., VerlCritic]
 
-
-def build(model: Path | str, **options: Any) -> VerlCritic:
-    """Builds a critic; options go to the section, or the argument, that has that name."""
-    critic = {**CRITIC, **{k: options.pop(k) for k in list(options) if k in CriticConfig.model_fields}}
-    return VerlCritic(str(model), CriticConfig(**critic), total_steps=10, **options)
-
-
-def with_returns(batch: Batch, values: torch.Tensor, seed: int = 0) -> Batch:
-    """Adds values far enough from the present ones that some predictions are clipped, and random returns."""
-    draw = torch.Generator().manual_seed(seed + 1000)
-    mask = batch["response_mask"]
-    off, gain = (torch.randn(mask.shape, generator=draw) * mask for _ in range(2))
-    return batch.merge(batch.like(values=values + 0.1 * off, returns=values + gain))
+@pytest.fixture
+def critic(make: Any, tiny_qwen: Path) -> Callable[..., VerlCritic]:
+    return lambda **options: make(tiny_qwen, by=build_critic, **options)  # type: ignore[no-any-return]
 
 
 def plain_model(critic: VerlCritic, model: Path) -> Any:
@@ -69,74 +48,43 @@ def plain_model(critic: VerlCritic, model: Path) -> Any:
 
 
 def plain_values(model: Any, batch: Batch) -> torch.Tensor:
-    """Values before each token of the responses, ``[rows, R]``, by one padded forward of transformers."""
-    logits = model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        position_ids=batch["position_ids"],
-        use_cache=False,
-    ).logits.squeeze(-1)
-    return logits[:, P - 1 : -1] * batch["response_mask"]
+    return plain_logits(model, batch).squeeze(-1) * batch["response_mask"]
 
 
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Builds critics in this process, closes them, and leaves its environment as it was."""
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    for name in set(environment) - set(alone()):
-        os.environ.pop(name, None)
-    built: list[VerlCritic] = []
-
-    def one(model: Path, **options: Any) -> VerlCritic:
-        while built:
-            built.pop().close()
-        built.append(build(model, **options))
-        return built[0]
-
-    yield one
-    while built:
-        built.pop().close()
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(threads)
-
-
-def test_values_equal_a_plain_forward(make: Make, tiny_qwen: Path) -> None:
+def test_values_equal_a_plain_forward(critic: Any, tiny_qwen: Path) -> None:
     batch = responses(11)
     # 11 rows in micro-batches of at most 4: three pieces, the last filled up.
-    critic = make(tiny_qwen, micro_batch_size=4)
+    made = critic(micro_batch_size=4)
     with torch.no_grad():
-        expected = plain_values(plain_model(critic, tiny_qwen), batch)
-    found = critic.values(batch)
-    assert found.groups.tolist() == batch.groups.tolist()
-    assert found.meta["weights_version"] == 0
-    assert found["values"].dtype == torch.float32
-    assert found["values"].abs().max() > 1e-3, "the head is not zero"
-    torch.testing.assert_close(found["values"], expected, atol=1e-5, rtol=0)
+        expected = plain_values(plain_model(made, tiny_qwen), batch)
+    found = made.values(batch)["values"]
+    assert found.dtype == torch.float32
+    assert found.abs().max() > 1e-3, "the head is not zero"
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_the_body_is_that_of_the_model_and_the_head_is_drawn_from_the_seed(make: Make, tiny_qwen: Path) -> None:
+def test_the_body_is_that_of_the_model_and_the_head_is_drawn_from_the_seed(critic: Any, tiny_qwen: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    weights = make(tiny_qwen).weights()
+    weights = critic().weights()
     body = dict(AutoModelForCausalLM.from_pretrained(tiny_qwen, dtype=torch.float32).named_parameters())
     assert set(weights) - set(body) == {"score.weight", "score.bias"}
     assert set(body) - set(weights) <= {"lm_head.weight"}
     assert all(torch.equal(weights[name], body[name]) for name in set(body) & set(weights))
-    assert digest(make(tiny_qwen).weights()) == digest(weights)
-    other = make(tiny_qwen, seed=1).weights()
+    assert digest(critic().weights()) == digest(weights)
+    other = critic(seed=1).weights()
     assert {name for name in weights if not torch.equal(weights[name], other[name])} == {"score.weight"}
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_an_update_is_one_hand_written_adamw_step(make: Make, tiny_qwen: Path, mode: str) -> None:
-    critic = make(tiny_qwen, micro_batch_size=3, cliprange_value=CLIP, loss_agg_mode=mode)
-    model = plain_model(critic, tiny_qwen)
+def test_an_update_is_one_hand_written_adamw_step(critic: Any, tiny_qwen: Path, mode: str) -> None:
+    made = critic(micro_batch_size=3, cliprange_value=CLIP, loss_agg_mode=mode)
+    model = plain_model(made, tiny_qwen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     for seed in (1, 2, 3):
         batch = responses(8, seed)
-        batch = with_returns(batch, critic.values(batch)["values"], seed)
-        metrics = critic.update(batch, last=seed == 3)
+        batch = with_returns(batch, made.values(batch)["values"], seed)
+        metrics = made.update(batch, last=seed == 3)
 
         mask, values, returns = batch["response_mask"], batch["values"], batch["returns"]
         predicted = plain_values(model, batch)
@@ -153,60 +101,59 @@ def test_an_update_is_one_hand_written_adamw_step(make: Make, tiny_qwen: Path, m
         assert metrics["critic/grad_norm"] == pytest.approx(norm.item(), abs=1e-4)
         assert metrics["critic/vf_clipfrac"] > 0, "the test must clip something"
         assert metrics["critic/vpred_mean"] == pytest.approx(((predicted * mask).sum() / mask.sum()).item(), abs=1e-5)
-        assert largest_difference(critic.weights(), dict(model.named_parameters())) < 1e-5
+        assert largest_difference(made.weights(), dict(model.named_parameters())) < 1e-5
 
 
-def test_it_learns_what_the_responses_return(make: Make, tiny_qwen: Path) -> None:
-    critic, batch = make(tiny_qwen, cliprange_value=10.0), responses(16)
-    returns = (batch["responses"][:, :1] % 2).float() * batch["response_mask"]
-    losses = []
-    for _ in range(40):
-        data = batch.merge(critic.values(batch).like(returns=returns), critic.values(batch))
-        losses.append(critic.update(data, last=True)["critic/vf_loss"])
-    assert losses[-1] < 0.2 * losses[0], losses
-
-
-def test_rows_without_tokens_train_nothing(make: Make, tiny_qwen: Path) -> None:
-    critic, batch = make(tiny_qwen, lr=4e-4, warmup_steps=4), responses(8)
-    data = with_returns(batch, critic.values(batch)["values"])
+def test_rows_without_tokens_train_nothing(critic: Any) -> None:
+    made, batch = critic(lr=4e-4, warmup_steps=4), responses(8)
+    data = with_returns(batch, made.values(batch)["values"])
     mask = data["response_mask"].clone()
     mask[1::2] = 0
-    half = data.merge(data.like(response_mask=mask))
-    metrics, after = critic.update(half, last=False), critic.digest()
+    metrics, after = made.update(data.merge(data.like(response_mask=mask)), last=False), made.digest()
     nothing = data.merge(data.like(response_mask=torch.zeros_like(mask)))
-    assert critic.update(nothing, last=True) == {"critic/lr": pytest.approx(1e-4), "critic/skipped_updates": 1.0}
-    assert critic.digest() == after
-    critic = make(tiny_qwen, lr=4e-4, warmup_steps=4)
-    assert critic.update(data.rows(list(range(0, 8, 2))), last=True) == metrics
-    assert critic.digest() == after
-    assert critic.update(data, last=True)["critic/lr"] == pytest.approx(2e-4)
+    assert made.update(nothing, last=True) == {"critic/lr": pytest.approx(1e-4), "critic/skipped_updates": 1.0}
+    assert made.digest() == after
+    made = critic(lr=4e-4, warmup_steps=4)
+    assert made.update(data.rows(list(range(0, 8, 2))), last=True) == metrics
+    assert made.digest() == after
 
 
-def test_actor_and_critic_share_a_process(make: Make, tiny_qwen: Path) -> None:
+def test_actor_and_critic_share_a_process(critic: Any, make: Any, tiny_qwen: Path) -> None:
     batch = responses(8)
 
     def train_critic(critic: VerlCritic) -> tuple[dict[str, float], str]:
         return critic.update(with_returns(batch, critic.values(batch)["values"]), last=True), critic.digest()
 
     def train_actor(actor: VerlTrainer) -> str:
-        actor.update(training_batch(actor.old_log_probs(batch)["old_log_probs"], batch), last=True)
+        actor.update(scored(actor, batch), last=True)
         return actor.digest()
 
-    apart = train_critic(make(tiny_qwen))
-    critic = make(tiny_qwen)
-    actor = build_actor(tiny_qwen)
+    apart = train_critic(critic())
+    first = critic()
+    actor = make(tiny_qwen, by=build, keep=True)
     trained = train_actor(actor)
-    assert train_critic(critic) == apart, "the actor's step does not change the critic"
+    assert train_critic(first) == apart, "the actor's step does not change the critic"
     assert actor.digest() == trained, "nor the critic's the actor"
-    critic.close()
-    actor = build_actor(tiny_qwen)
-    assert train_actor(actor) == trained
-    actor.close()
+    assert train_actor(make(tiny_qwen)) == trained
 
 
-def test_what_cannot_be_trained_with_is_said_in_one_sentence(make: Make, tiny_qwen: Path) -> None:
-    with pytest.raises(ConfigError, match="device 'tpu' is neither"):
-        make(tiny_qwen, device="tpu")
+def test_an_adapter_leaves_the_head_trained(critic: Any, tmp_path: Path) -> None:
+    made = critic(lr=1e-2, lora={"rank": 2, "target_modules": ["q_proj"]})
+    batch = responses(6)
+    data = with_returns(batch, made.values(batch)["values"])
+    before = made.weights()
+    made.update(data, last=True)
+    save(made, tmp_path / "saved")
+    weights = made.weights()
+    names = set(read_weights(tmp_path / "saved")[0])
+    assert {name.rpartition("model.")[2] for name in names if "lora" not in name} == {"score.weight", "score.bias"}
+    moved = {name for name, each in before.items() if not torch.equal(each, weights[name])}
+    assert {name.split(".")[-2] for name in moved} == {"q_proj", "score"}
+    made.update(data, last=True)
+    end = made.digest()
+    made.load(str(tmp_path / "saved"))
+    made.update(data, last=True)
+    assert made.digest() == end
 
 
 # One and two ranks: each is a process that runs jobs.
@@ -219,9 +166,8 @@ def trains(critic: VerlCritic, seeds: range) -> dict[str, Any]:
         batch = responses(14, seed, group=7)
         data = with_returns(batch, critic.values(batch)["values"], seed)
         metrics += [critic.update(part, last=i == 1) for i, part in enumerate(data.split(2))]
-    batch = responses(5)
     return {
-        "values": critic.values(batch)["values"],
+        "values": critic.values(responses(5))["values"],
         "metrics": metrics,
         "digest": critic.digest(),
         "weights": critic.weights(),
@@ -230,13 +176,8 @@ def trains(critic: VerlCritic, seeds: range) -> dict[str, Any]:
 
 def saved(critic: VerlCritic, directory: Path) -> dict[str, Any]:
     """Trains, saves, and trains on."""
-
-    async def save() -> None:
-        assert await critic.snapshot(wait=False)
-        await critic.write(str(directory / "critic"))
-
     trains(critic, range(2))
-    asyncio.run(save())
+    save(critic, directory / "critic")
     return trains(critic, range(2, 4))
 
 
@@ -253,7 +194,7 @@ def be_a_rank(out: str, *jobs: str) -> None:
     results = []
     for port, name, directory in zip(jobs[::3], jobs[1::3], jobs[2::3], strict=True):
         os.environ["MASTER_PORT"] = port
-        critic = build(Path(directory) / "model", micro_batch_size=2, warmup_steps=2)
+        critic = build_critic(Path(directory) / "model", micro_batch_size=2, warmup_steps=2)
         results.append(JOBS[name](critic, Path(directory)))
         critic.close()
     torch.save(results, out)
@@ -266,7 +207,7 @@ def test_ranks_do_what_one_does_and_go_on_from_a_checkpoint(ranks: RankHost, tin
         place = tmp_path / str(world)
         place.mkdir()
         (place / "model").symlink_to(tiny_qwen)
-        found[world] = ranks.run(Path(__file__).stem, [("saved", place), ("loaded", place)], world, place)
+        found[world] = ranks.run(__name__, [("saved", place), ("loaded", place)], world, place)
         for rank in found[world]:
             first, again = rank
             assert first["digest"] == again["digest"] == found[world][0][0]["digest"]

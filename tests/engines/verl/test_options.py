@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,64 +13,30 @@ import torch
 from dataflow.config.run import TrainerConfig
 from dataflow.config.training.critic import CriticConfig
 from dataflow.config.training.trained import OPTIMIZERS
-from dataflow.engines.verl.critic import VerlCritic
-from dataflow.engines.verl.export import write_adapter
-from dataflow.engines.verl.lora import is_adapter, merge_into
+from dataflow.engines.verl.export import with_adapter, write_adapter
 from dataflow.engines.verl.model import digest
-from dataflow.engines.verl.setup.options import worker_config
-from dataflow.engines.verl.state import full_weights
+from dataflow.engines.verl.state import read_weights
 from dataflow.engines.verl.trainer import VerlTrainer
+from dataflow.engines.verl.worker import check_optimizer, worker_config
 from dataflow.errors import ConfigError
-
-if TYPE_CHECKING or "." in __name__:
-    from tests.engines.verl.test_critic import with_returns
-    from tests.engines.verl.test_trainer import (
-        Make,
-        build,
-        largest_difference,
-        load,
-        make,
-        plain_log_probs,
-        responses,
-        training_batch,
-    )
-    from tests.rigs.ranks import RankHost
-else:  # in a rank, ``tests`` may be another package
-    from test_critic import with_returns
-    from test_trainer import Make, build, largest_difference, load, make, plain_log_probs, responses, training_batch
-
-__all__ = ["make"]  # a fixture
+from tests.engines.verl.models import Make, build, largest_difference, load, plain_log_probs, responses, save, scored
+from tests.rigs.ranks import RankHost
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
 LORA = {"rank": 4, "alpha": 8}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "lora": {"lora": LORA, "lr": 1e-2},
-    "cosine": {
-        "lr_scheduler": "cosine",
-        "warmup_steps": None,
-        "warmup_ratio": 0.2,
-        "min_lr_ratio": 0.1,
-        "lora": {"rank": 2},
-    },
+    "cosine": {"lr_scheduler": "cosine", "warmup_ratio": 0.2, "min_lr_ratio": 0.1, "lora": {"rank": 2}},
     "momentum": {"optimizer": "SGD", "optimizer_kwargs": {"momentum": 0.9}, "gradient_checkpointing": True},
     "bfloat16": {"optimizer": "RMSprop", "dtype": "bfloat16", "model_dtype": "bfloat16"},
+    **{name: {"optimizer": name} for name in OPTIMIZERS},
 }
 
 
 def step(trainer: VerlTrainer, seed: int) -> float:
     """Takes a training step of one update; returns its learning rate."""
-    batch = responses(4, seed)
-    data = training_batch(trainer.old_log_probs(batch)["old_log_probs"], batch, seed)
-    return trainer.update(data, last=True)["actor/lr"]
-
-
-def save(trainer: Any, directory: Path) -> None:
-    async def work() -> None:
-        assert await trainer.snapshot(wait=False)
-        await trainer.write(str(directory))
-
-    asyncio.run(work())
+    return trainer.update(scored(trainer, responses(4, seed), seed), last=True)["actor/lr"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,18 +56,10 @@ def test_a_loaded_trainer_continues_bit_for_bit(name: str, make: Make, tiny_qwen
         assert rates == pytest.approx([5e-4, 1e-3, 1e-3 * (0.55 + 0.45 * 0.9396926)])
 
 
-def test_each_optimizer_trains_and_continues_bit_for_bit(make: Make, tiny_qwen: Path, tmp_path: Path) -> None:
-    for name in OPTIMIZERS:
-        trainer = make(tiny_qwen, optimizer=name)
-        start = trainer.digest()
-        step(trainer, 0)
-        save(trainer, tmp_path / name)
-        step(trainer, 1)
-        end = trainer.digest()
-        assert end != start, name
-        trainer.load(str(tmp_path / name))
-        step(trainer, 1)
-        assert trainer.digest() == end, name
+def merged_digest(model: Path, checkpoint: Path, names: Any) -> str:
+    """Returns the digest of a model with the adapter of a checkpoint merged into it, as the export has it."""
+    whole = with_adapter(model, *read_weights(checkpoint)).merge_and_unload().state_dict()
+    return digest({name: whole[name] for name in names})
 
 
 def test_outside_the_trainer_an_adapter_is_merged(make: Make, tiny_qwen: Path, tmp_path: Path) -> None:
@@ -111,7 +68,7 @@ def test_outside_the_trainer_an_adapter_is_merged(make: Make, tiny_qwen: Path, t
     batch, frozen = responses(6), load(tiny_qwen)
     trainer = make(tiny_qwen, lora=LORA, lr=1e-2, reference=True, use_kl_loss=True)
     first, mask = trainer.old_log_probs(batch)["old_log_probs"], batch["response_mask"]
-    data = training_batch(first, batch)
+    data = scored(trainer, batch)
     for _ in range(2):
         trainer.update(data.merge(trainer.ref_log_probs(data)), last=True)
     # The reference is the same model with the adapter off: no other one is held.
@@ -130,12 +87,10 @@ def test_outside_the_trainer_an_adapter_is_merged(make: Make, tiny_qwen: Path, t
     torch.testing.assert_close(after, plain_log_probs(frozen, batch)[0] * mask, atol=1e-5, rtol=0)
 
     save(trainer, tmp_path / "saved")
-    assert is_adapter(tmp_path / "saved")
-    adapter = full_weights(tmp_path / "saved")
+    adapter, config = read_weights(tmp_path / "saved")
     assert all("lora_" in name for name in adapter)  # the rest is the model's
-    whole = merge_into(tiny_qwen, adapter, tmp_path / "saved")
-    assert digest({name: whole[name] for name in weights}) == trainer.digest()
-    write_adapter(adapter, tiny_qwen, tmp_path / "saved", tmp_path / "adapter", "a card")
+    assert merged_digest(tiny_qwen, tmp_path / "saved", weights) == trainer.digest()
+    write_adapter(adapter, config, tiny_qwen, tmp_path / "adapter", "a card", merge=False)
     theirs = PeftModel.from_pretrained(load(tiny_qwen), str(tmp_path / "adapter")).merge_and_unload()
     assert digest(dict(theirs.named_parameters())) == trainer.digest()
 
@@ -166,7 +121,7 @@ def be_a_rank(out: str, *jobs: str) -> None:
 @pytest.mark.timeout(700)
 def test_two_ranks_do_what_one_does(ranks: RankHost, make: Make, tiny_qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(tiny_qwen)
-    first, second = ranks.run(Path(__file__).stem, [("lora", tmp_path), ("copies", tmp_path)], 2, tmp_path)
+    first, second = ranks.run(__name__, [("lora", tmp_path), ("copies", tmp_path)], 2, tmp_path)
     for name, options in (("lora", {"lora": LORA}), ("copies", {})):
         begun, end, again = first[name]["digests"]
         assert begun != end == again
@@ -177,39 +132,13 @@ def test_two_ranks_do_what_one_does(ranks: RankHost, make: Make, tiny_qwen: Path
         step(trainer, 1)
         assert largest_difference(first[name]["weights"], trainer.weights()) < 1e-3
     # A checkpoint of two ranks, merged without any, has the bits that the engine got.
-    adapter = full_weights(tmp_path / "lora")
-    assert all("lora_" in name for name in adapter)
     trainer = make(tiny_qwen, lora=LORA)
     trainer.load(str(tmp_path / "lora"))
-    whole = merge_into(tiny_qwen, adapter, tmp_path / "lora")
-    assert digest({name: whole[name] for name in first["lora"]["weights"]}) == trainer.digest()
+    assert merged_digest(tiny_qwen, tmp_path / "lora", first["lora"]["weights"]) == trainer.digest()
 
 
-def test_the_adapter_of_a_critic_leaves_its_head_trained(make: Make, tiny_qwen: Path, tmp_path: Path) -> None:
-    make(tiny_qwen).close()  # the fixture leaves this process's environment as it was
-
-    def one() -> VerlCritic:
-        options = CriticConfig(lr=1e-2, micro_batch_size=8, lora={"rank": 2, "target_modules": ["q_proj"]})  # type: ignore[arg-type]
-        return VerlCritic(str(tiny_qwen), options, total_steps=4)
-
-    critic, batch = one(), responses(6)
-    try:
-        data = with_returns(batch, critic.values(batch)["values"])
-        before = critic.weights()
-        critic.update(data, last=True)
-        save(critic, tmp_path / "saved")
-        weights = critic.weights()
-        names = set(full_weights(tmp_path / "saved"))
-        assert {name.rpartition("model.")[2] for name in names if "lora" not in name} == {"score.weight", "score.bias"}
-        moved = {name for name, each in before.items() if not torch.equal(each, weights[name])}
-        assert {name.split(".")[-2] for name in moved} == {"q_proj", "score"}
-        critic.update(data, last=True)
-        end = critic.digest()
-        critic.load(str(tmp_path / "saved"))
-        critic.update(data, last=True)
-        assert critic.digest() == end
-    finally:
-        critic.close()
+def config_of(model: Path, options: Any, **more: Any) -> Any:
+    return worker_config(str(model), options, **{"total_steps": 20, "seed": 7, "device": "cuda"} | more)
 
 
 def test_the_keys_are_those_of_verl(tiny_qwen: Path) -> None:
@@ -220,7 +149,7 @@ def test_the_keys_are_those_of_verl(tiny_qwen: Path) -> None:
         reshard_after_forward=False, forward_prefetch=True, micro_batch_size=2, world_size=8,
         lora={"rank": 8, "alpha": 32, "target_modules": ["q_proj"], "exclude_modules": ".*layers.0.*"},
     )  # fmt: skip
-    made = worker_config(str(tiny_qwen), "language_model", options, 20, 7, "cuda")
+    made = config_of(tiny_qwen, options)
     model, engine, optimizer = made.model_config, made.engine_config, made.optimizer_config
     assert (model.lora_rank, model.lora_alpha, model.target_modules) == (8, 32, ["q_proj"])
     assert (model.exclude_modules, model.lora_adapter_path) == (".*layers.0.*", None)
@@ -233,42 +162,30 @@ def test_the_keys_are_those_of_verl(tiny_qwen: Path) -> None:
     assert (optimizer.lr_scheduler_type, optimizer.lr_warmup_steps) == ("cosine", 3)
     assert (optimizer.min_lr_ratio, optimizer.num_cycles, optimizer.clip_grad) == (0.2, 1.0, 0.5)
 
-    plain = worker_config(str(tiny_qwen), "language_model", TrainerConfig(), 20, 0, "cuda")
+    plain = config_of(tiny_qwen, TrainerConfig())
     assert plain.model_config.enable_gradient_checkpointing
     assert plain.model_config.lora_rank == 0
     assert plain.engine_config.mixed_precision["param_dtype"] == "bf16"
     assert (plain.engine_config.model_dtype, plain.engine_config.fsdp_size) == ("fp32", -1)
     assert plain.optimizer_config.override_optimizer_config is None
-    assert worker_config(
-        str(tiny_qwen), "language_model", TrainerConfig(), 9, 0, "cuda", True
-    ).engine_config.param_offload
-    value = worker_config(str(tiny_qwen), "value_model", CriticConfig(lora={"rank": 1}), 9, 0, "cuda")  # type: ignore[arg-type]
+    assert config_of(tiny_qwen, TrainerConfig(), offload=True).engine_config.param_offload
+    value = config_of(tiny_qwen, CriticConfig(lora={"rank": 1}), valued=True)  # type: ignore[arg-type]
     assert value.model_config.exclude_modules == ["score", "classifier"]
-
-
-def test_the_optimizers_are_torchs() -> None:
-    assert all(issubclass(getattr(torch.optim, name), torch.optim.Optimizer) for name in OPTIMIZERS)
+    with pytest.raises(ConfigError, match="param_offload=true moves tensors from GPUs"):
+        config_of(tiny_qwen, options, device="cpu")
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"param_offload": True}, "trainer.param_offload=true moves tensors from GPUs"),
-        ({"activation_offload": True}, "trainer.activation_offload=true moves tensors from GPUs"),
-        ({"optimizer": "AdamW8bit", "optimizer_impl": "bitsandbytes.optim"}, "install its package, or leave it out"),
-        ({"optimizer": "AdamW8bit", "optimizer_impl": "torch.optim.adamw"}, "torch.optim.adamw has no such class; it"),
-        ({"optimizer_kwargs": {"momentum": 0.9}}, "optimizer_kwargs.momentum: AdamW has no such argument; it has lr"),
-        ({"optimizer_kwargs": {"lr": 0.9}}, "trainer.optimizer_kwargs.lr: give trainer.lr"),
-        ({"optimizer_kwargs": {"betas": 5}}, "trainer.optimizer_kwargs={'betas': 5}: AdamW does not take this (TypeE"),
-        ({"optimizer_kwargs": {"eps": "abc"}}, "trainer.optimizer_kwargs={'eps': 'abc'}: AdamW does not take this (T"),
-        ({"optimizer_kwargs": {"eps": -1}}, "AdamW does not take this (ValueError: Invalid epsilon value: -1); corr"),
-        ({"optimizer_kwargs": {"params": []}}, "trainer.optimizer_kwargs={'params': []}: AdamW does not take this (T"),
-        ({"optimizer_kwargs": {"fused": True, "foreach": True}}, "cannot be `True` together); correct it."),
-        ({"optimizer": "SGD", "optimizer_kwargs": {"nesterov": True}}, "SGD does not take this (ValueError: Nesterov"),
-        ({"optimizer": "Optimizer", "optimizer_impl": "torch.optim.optimizer"}, "trainer.optimizer=Optimizer: Optimi"),
+        ({"optimizer": "AdamW8bit", "optimizer_impl": "no.such"}, "trainer.optimizer_impl=no.such, .*No module named"),
+        ({"optimizer": "AdamW8bit", "optimizer_impl": "torch.optim.adamw"}, "has no attribute 'AdamW8bit'"),
+        ({"optimizer": "Linear", "optimizer_impl": "torch.nn"}, "cannot be built .TypeError"),
+        ({"optimizer_kwargs": {"momentum": 0.9}}, "unexpected keyword argument 'momentum'"),
+        ({"optimizer_kwargs": {"eps": -1}}, "cannot be built .ValueError: Invalid epsilon value: -1.; correct it"),
+        ({"optimizer": "SGD", "optimizer_kwargs": {"nesterov": True}}, "ValueError: Nesterov momentum requires"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_trained_with_is_one_sentence(keys: dict[str, Any], message: str, tiny_qwen: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        worker_config(str(tiny_qwen), "language_model", TrainerConfig(**keys), 9, 0, "cpu")
-    assert message in str(caught.value)
+)
+def test_an_optimizer_that_cannot_be_built_is_one_sentence(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_optimizer(TrainerConfig(**keys))

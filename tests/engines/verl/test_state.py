@@ -7,24 +7,21 @@ import os
 import random
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dataflow.engines.verl.model import digest
-from dataflow.engines.verl.state import TrainerState, full_weights
+from dataflow.engines.verl.state import Checkpointed, read_weights
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError, DataflowError
-
-if TYPE_CHECKING or "." in __name__:
-    from tests.engines.verl.test_trainer import build, largest_difference, responses, training_batch
-    from tests.rigs.ranks import RankHost
-else:  # in a rank, ``tests`` may be another package
-    from test_trainer import build, largest_difference, responses, training_batch
+from tests.engines.verl.models import build, largest_difference, responses, save, scored
+from tests.rigs.ranks import RankHost
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -34,9 +31,7 @@ DEADLINE_S = 180
 
 def step(trainer: VerlTrainer, seed: int) -> list[float]:
     """Takes a training step; returns its learning rate, and a random number of each generator."""
-    batch = responses(8, seed)
-    data = training_batch(trainer.old_log_probs(batch)["old_log_probs"], batch, seed)
-    rate = trainer.update(data, last=True)["actor/lr"]
+    rate = trainer.update(scored(trainer, responses(8, seed), seed), last=True)["actor/lr"]
     return [rate, torch.rand(1).item(), float(np.random.rand()), random.random()]
 
 
@@ -52,14 +47,6 @@ def after(trainer: VerlTrainer, seeds: list[int]) -> dict[str, Any]:
         "digest": trainer.digest(),
         "weights": trainer.weights(),
     }
-
-
-def save(trainer: VerlTrainer, directory: Path) -> None:
-    async def work() -> None:
-        assert await trainer.snapshot(wait=False)
-        await trainer.write(str(directory))
-
-    asyncio.run(work())
 
 
 def saved(trainer: VerlTrainer, directory: Path) -> list[dict[str, Any]]:
@@ -90,12 +77,12 @@ class Held:
 
     def __init__(self, trainer: VerlTrainer, *, at_end: bool) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
-        self._state: TrainerState = trainer._state
-        self._write: Callable[..., None] = self._state._write
+        self._trainer: Checkpointed = trainer
+        self._write: Callable[..., None] = trainer._write
         self._at_end = at_end
         self.holds = trainer.rank == trainer.world - 1
         if self.holds:
-            self._state._write = self._held  # type: ignore[method-assign]
+            self._trainer._write = self._held  # type: ignore[method-assign]
 
     def _held(self, *words: Any) -> None:
         if self._at_end:
@@ -107,7 +94,7 @@ class Held:
 
     def release(self) -> None:
         self.go.set()
-        self._state._write = self._write  # type: ignore[method-assign]
+        self._trainer._write = self._write  # type: ignore[method-assign]
 
 
 def overlapped(trainer: VerlTrainer, directory: Path) -> bool:
@@ -128,7 +115,7 @@ def overlapped(trainer: VerlTrainer, directory: Path) -> bool:
         now = trainer.digest()  # all ranks have trained
         held.release()
         await writing
-        found = full_weights(directory / "overlapped")
+        found, _ = read_weights(directory / "overlapped")
         # A tied weight is one parameter, but has two names in the files.
         assert all(torch.equal(found.pop(name), found["model.embed_tokens.weight"]) for name in set(found) - names)
         assert digest(found) == before != now
@@ -244,7 +231,7 @@ def results(ranks: RankHost, tiny_qwen: Path, tmp_path_factory: pytest.TempPathF
     def run(world: int, *jobs: tuple[str, str, Path]) -> Ranks:
         """Runs (name of the result, job, directory), one after another."""
         out = tmp_path_factory.mktemp("out")
-        found = ranks.run(Path(__file__).stem, [(job, directory) for _, job, directory in jobs], world, out)
+        found = ranks.run(__name__, [(job, directory) for _, job, directory in jobs], world, out)
         return [dict(zip((name for name, _, _ in jobs), rank, strict=True)) for rank in found]
 
     def own(world: int) -> list[tuple[str, str, Path]]:
@@ -306,3 +293,64 @@ def test_another_model_is_refused(results: dict[int, Ranks], world: int) -> None
 
 def test_a_write_that_hangs_does_not_keep_the_process(results: dict[int, Ranks]) -> None:
     assert [rank["stuck"] for rank in results[1]] == [True]
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """A trainer of one weight, with its state and ``train(value)``, which sets the weight."""
+    import torch.distributed as dist
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        module = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.AdamW(module.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _step: 1.0)
+        engine = SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=scheduler)
+
+        def train(value: float) -> None:
+            with torch.no_grad():
+                module.weight.fill_(value)
+
+        yield SimpleNamespace(state=Checkpointed(engine, str(tmp_path / "model")), train=train)
+    finally:
+        dist.destroy_process_group()
+
+
+def weight_in(directory: Path) -> float:
+    return float(read_weights(directory)[0]["weight"])
+
+
+def test_a_copy_whose_turn_on_the_disk_has_not_come_stays(trained: SimpleNamespace, tmp_path: Path) -> None:
+    state = trained.state
+
+    async def work() -> None:
+        trained.train(1.0)
+        assert await state.snapshot(wait=False)
+        trained.train(2.0)
+        assert not await state.snapshot(wait=False)
+        last = asyncio.create_task(state.snapshot(wait=True))
+        await asyncio.sleep(0)
+        assert not last.done()
+        await state.write(str(tmp_path / "first"))
+        assert await last
+        trained.train(3.0)
+        await state.write(str(tmp_path / "last"))
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert [weight_in(tmp_path / "first"), weight_in(tmp_path / "last")] == [1.0, 2.0]
+
+
+def test_a_copy_that_is_given_up_makes_room(trained: SimpleNamespace, tmp_path: Path) -> None:
+    state = trained.state
+
+    async def work() -> None:
+        assert await state.snapshot(wait=False)
+        await state.settle()
+        trained.train(5.0)
+        assert await state.snapshot(wait=True)
+        await state.write(str(tmp_path / "next"))
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert weight_in(tmp_path / "next") == 5.0

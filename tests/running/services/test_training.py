@@ -80,31 +80,3 @@ def test_an_adapter_to_begin_with_has_the_rank_that_is_given(tmp_path: Path, mod
     check_training(TrainerConfig(lora=lora), model, "cpu")
     with pytest.raises(ConfigError, match=r"is of rank 8, and trainer\.lora\.rank is 4; give the same"):
         check_training(TrainerConfig(lora=lora.model_copy(update={"rank": 4})), model, "cpu")
-
-
-@pytest.mark.heavy
-def test_an_optimizer_that_is_not_there_or_takes_no_such_argument_is_one_sentence() -> None:
-    for keys, message in (
-        (
-            {"optimizer_impl": "no.such.module"},
-            r"^trainer\.optimizer_impl=no\.such\.module cannot be imported \(.*\); in",
-        ),
-        (
-            {"optimizer_impl": ".torch"},
-            r"^trainer\.optimizer_impl=\.torch cannot be imported \(.*\); in",
-        ),
-        (
-            {"optimizer": "dict", "optimizer_impl": "builtins"},
-            r"^trainer\.optimizer=dict: this class of builtins is no optimizer of torch; give one\.$",
-        ),
-        (
-            {"optimizer": "Linear", "optimizer_impl": "torch.nn"},
-            r"^trainer\.optimizer=Linear: this class of torch\.nn is no optimizer of torch; give one\.$",
-        ),
-        (
-            {"optimizer_kwargs": {"momentum": 0.9}},
-            r"^trainer\.optimizer_kwargs\.momentum: AdamW has no such argument; it",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check_training(TrainerConfig(**keys), None, "cpu")  # type: ignore[arg-type]

@@ -118,7 +118,7 @@ def test_a_score_stands_on_the_last_token_of_the_model(tiny_qwen: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trainer(tiny_qwen: Path) -> Any:
-    from tests.engines.verl.test_trainer import build
+    from tests.engines.verl.models import build
 
     made = build(tiny_qwen, lr=1e-3)
     yield made
@@ -126,7 +126,7 @@ def trainer(tiny_qwen: Path) -> Any:
 
 
 def test_log_probs_are_those_of_the_whole_context(tiny_qwen: Path, trainer: Any) -> None:
-    from tests.engines.verl.test_trainer import load
+    from tests.engines.verl.models import load
 
     batch, model = talked(tiny_qwen), load(tiny_qwen)
     mask = batch["response_mask"].bool()
@@ -143,7 +143,7 @@ def test_log_probs_are_those_of_the_whole_context(tiny_qwen: Path, trainer: Any)
 
 
 def test_an_update_does_not_see_advantages_of_what_tools_said(tiny_qwen: Path) -> None:
-    from tests.engines.verl.test_trainer import build
+    from tests.engines.verl.models import build
 
     digests = []
     for noise in (0.0, 100.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -15,27 +16,33 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dataflow.system.loopback import ADDRESS, NODE_ADDRESS, is_loopback, stay_on
+from dataflow.system.loopback import ADDRESS, NODE_ADDRESS, stay_on
 
 if TYPE_CHECKING:
     from verl.workers.engine_workers import TrainingWorker
 
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESS, "MASTER_PORT": "0"}
+"""The environment of a single rank; verl's worker reads all of it."""
 
+
+@functools.cache
 def import_worker(device: str) -> type[TrainingWorker]:
-    """Imports verl's TrainingWorker, for the CPU with the platform shim, and without vLLM.
+    """Imports verl's TrainingWorker and registers the engines that it lacks.
 
     verl would import vLLM for an optional weight transport, which takes seconds and changes the process's threads and
-    garbage collector. verl works without vLLM as well.
+    garbage collector; it works without.
     """
+    if device == "cpu":
+        from dataflow.engines.verl.cpu import install
+
+        install()
     absent = "vllm" not in sys.modules
     if absent:
         sys.modules["vllm"] = None  # type: ignore[assignment]
     try:
-        if device == "cpu":
-            from dataflow.engines.verl.setup import cpu as verl_cpu
-
-            verl_cpu.install()
         from verl.workers.engine_workers import TrainingWorker
+
+        import dataflow.engines.verl.engines  # noqa: F401 (registers them)
     finally:
         if absent:
             del sys.modules["vllm"]
@@ -46,38 +53,23 @@ def join(device: str) -> bool:
     """Joins the process group that the environment describes; returns False if the process is in one already."""
     if dist.is_initialized():
         return False
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone:
-        # verl's worker reads all of them, although a single process connects to no other.
-        for name, value in {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": ADDRESS,
-            "MASTER_PORT": "0",
-        }.items():
-            os.environ.setdefault(name, value)
-    own = os.environ.get(NODE_ADDRESS, os.environ["MASTER_ADDR"])
-    known = NODE_ADDRESS in os.environ or is_loopback(own)
-    if known:
-        stay_on(own)
+    for name, value in _ALONE.items():
+        os.environ.setdefault(name, value)
+    stay_on(os.environ.get(NODE_ADDRESS, os.environ["MASTER_ADDR"]))
     backend = "gloo"
     if device == "cuda":
         # Ray shows each worker only its own GPU; elsewhere the local rank picks one.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    if alone:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif known and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # torchrun provides a store
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=_store(rank, world), rank=rank, world_size=world)
-    else:
-        dist.init_process_group(backend)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=_store(rank, world), rank=rank, world_size=world)
     return True
 
 
 def _store(rank: int, world: int) -> dist.Store:
     """Returns the store where the ranks meet; torch's own would listen on every interface."""
+    if world == 1:
+        return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank:
         return dist.TCPStore(address, port, world, timeout=dist.default_pg_timeout)
@@ -93,8 +85,7 @@ def quiet() -> Iterator[None]:
 
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    handlers, level, verbosity = root.handlers[:], root.level, transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # it reports that a critic's head is new
     try:
@@ -105,5 +96,3 @@ def quiet() -> Iterator[None]:
         root.handlers[:] = handlers
         root.setLevel(level)
         transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
