@@ -1,14 +1,14 @@
 """Scheduling policies: what they are, and the tasks and edges that they make of a pipeline. Pure.
 
 Two integers make all of them: ``split``, the number of parts in which a step's rewards are collected and used, and
-``max_staleness``, how many steps old the weights that generate a step's samples may be. :func:`expand` is the only
-place that knows what they mean; :class:`Unroller` makes the tasks of a step, each with all that it waits for. The
-scheduler knows tasks and edges alone.
+``max_staleness``, how many steps older the weights that a step's samples are drawn with may be than those its update
+starts from. Only this module turns them into tasks and edges: :func:`expand` checks them, and :class:`Unroller` makes
+the tasks of a step, each with all that it waits for. The scheduler orders these and knows no policy.
 
-Why may the rollout of step 5 start before the rewards of step 4, and what stops step 6's? Under ``both``
-(max_staleness=1) a rollout reads the weights of two steps before, so it waits for their sync and for nothing of step 4.
-The rollout of step 6 reads the weights of step 4, so it waits for this step's sync, which waits for its last update,
-which waits for its last rewards:
+Why may the rollout of step 5 start before the rewards of step 4, and what stops step 6's? Update 5 starts from the
+weights that step 4 makes. Under ``both`` (max_staleness=1) its samples may be drawn with those of step 3, so
+``rollout[5]`` waits for their sync, and for no reward of step 4. ``rollout[6]`` samples with the weights of step 4, so
+it waits for this step's sync, which waits for its last update, which waits for its last rewards:
 
 >>> from dataflow.testing import grpo_pipeline
 >>> graph = expand(grpo_pipeline(), preset("both", mini_batches=4), steps=8, mini_batches=4, groups=16)
@@ -27,10 +27,10 @@ task that waits for nothing more takes a free slot of its resource in the order 
 
 Where does a new policy go? One that is known before the run is numbers of :class:`SchedulingPolicy`, which
 :meth:`Unroller.numbers_of` turns into those of a step, or an edge of :meth:`Unroller._task`. One that depends on what
-the run measures chooses such policies while it goes: it watches the spans and metrics that
-:class:`~dataflow.runner.Runner` reports and calls ``Runner.switch``, which changes the steps that have not begun
-(``running/auto.py`` does so for ``policy=auto``). Which of two ready tasks gets a slot is decided by
-``Scheduler._key``, from durations that the scheduler learns.
+the run measures chooses such policies while it goes, as ``policy=auto`` does: ``running/auto.py:AutoPolicy`` gets each
+span and the end of each step from ``running/attempt.py``, ``planning/auto/controller.py:Controller.decide`` chooses
+from the trace, and ``Runner.switch`` changes the steps that have not begun. Another rule is another ``decide``.
+``Scheduler._key`` decides which of two ready tasks gets a slot, from durations that the scheduler learns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dataflow.graph import Input, Lag, Piece, Pipeline, Read, Stage, Task, TaskG
 MAX_STALENESS = 4
 PRESETS = ("baseline", "mini-batch", "off-policy", "both")
 AUTO = "auto"
-"""The policy of a run that plans itself and changes between others."""
+"""The policy of a run that plans itself, and changes split, staleness and streaming while it goes."""
 STREAM = "+stream"
 # Most chunks that a streaming rollout emits in a step: each costs a task, and more hardly start rewards earlier.
 MAX_CHUNKS = 16
@@ -147,8 +147,7 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
     base = name.removesuffix(STREAM)
     if base == AUTO:
         raise PolicyError(
-            f"policy '{name}' changes between others while a run goes; leave it out, or give one of "
-            f"{', '.join(PRESETS)}."
+            f"policy '{name}' changes while a run goes; leave it out, or give one of {', '.join(PRESETS)}."
         )
     _check_whole("mini_batches", mini_batches)
     split, staleness = {
@@ -241,7 +240,7 @@ class _Numbers:
         chunks: that a streaming stage emits; 1 for none.
         split: parts of the step.
         in_a_part: groups of a part; None for all of the step.
-        staleness: how many steps older than the step before its own the version is that a carried field has.
+        staleness: 0 if a carried field is read from the step before, k if from k steps before that.
     """
 
     pieces: Mapping[str, int]

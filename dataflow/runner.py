@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from loguru import logger
 
@@ -39,6 +39,9 @@ from dataflow.scheduler import (
 from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.usercode.copies import readable_once
 from dataflow.usercode.failures import message_of, named
+
+if TYPE_CHECKING:
+    from dataflow.policy import SchedulingPolicy
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
@@ -210,7 +213,7 @@ class Runner:
         self._over = self._execute(instructions)
         return step
 
-    def switch(self, policy: Any) -> int | None:
+    def switch(self, policy: SchedulingPolicy) -> int | None:
         """Changes the policy from the first step on that allows it, see :meth:`dataflow.scheduler.Scheduler.switch`.
 
         Returns:
