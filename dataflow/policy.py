@@ -37,11 +37,11 @@ from __future__ import annotations
 
 import functools
 import graphlib
+import json
 import math
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from dataflow.errors import PipelineError, PolicyError, nearest
 from dataflow.graph import Input, Lag, Piece, Pipeline, Read, Stage, Task, TaskGraph, TaskId
@@ -206,7 +206,8 @@ def expand(
     # Each policy alone, and the steps around each change.
     spans = [PolicySchedule(((1, each),)) for each in schedule.policies]
     spans += [_around(schedule, step) for step, _policy in schedule.changes if first < step <= steps]
-    reaches = [_reach(pipeline, span, mini_batches, groups) for span in spans]
+    facts = json.dumps(pipeline.facts())
+    reaches = [_reach(facts, span, mini_batches, groups) for span in spans]
     unroller = Unroller(pipeline, schedule, range(first, steps + 1), mini_batches, groups)
     numbers = [unroller.numbers_of(each) for each in schedule.policies]
 
@@ -648,10 +649,6 @@ def _check_parts(pipeline: Pipeline, split: int) -> None:
 
 # --- the window -----------------------------------------------------------------------------------------------
 
-_Reaches: TypeAlias = dict[tuple[PolicySchedule, int, int | None], int]
-_REACHES: weakref.WeakKeyDictionary[Pipeline, _Reaches] = weakref.WeakKeyDictionary()
-"""What :func:`_reach` has found: plans and runs that change their policy ask for the same again."""
-
 
 def _around(schedule: PolicySchedule, step: int) -> PolicySchedule:
     """Returns the policies from shortly before a change until shortly after it, as those of steps from 1 on."""
@@ -661,24 +658,28 @@ def _around(schedule: PolicySchedule, step: int) -> PolicySchedule:
     return PolicySchedule(((1, schedule.at(least)), *near))
 
 
-def _reach(pipeline: Pipeline, schedule: PolicySchedule, mini_batches: int, groups: int | None) -> int:
+@functools.lru_cache(maxsize=256)
+def _reach(facts: str, schedule: PolicySchedule, mini_batches: int, groups: int | None) -> int:
     """Returns how many steps ahead a task may depend on another, so that the window holds both.
 
     The next write of a state waits for readers in later steps, which may wait for other writes in turn. Optional
     stages count at every step here, so that a wrong pipeline fails in a short run as in a long one.
 
+    Args:
+        facts: of the pipeline, in JSON: plans and runs that change their policy ask for the same again.
+        schedule: the policy of each step.
+        mini_batches: see :func:`expand`.
+        groups: likewise.
+
     Raises:
         PipelineError: tasks depend on each other, or on ever later steps.
     """
-    found = _REACHES.setdefault(pipeline, {})
-    key = (schedule, mini_batches, groups)
-    if key in found:
-        return found[key]
     longest, last = 1 + schedule.most, schedule.changes[-1][0]
     # A change adds no dependency that is longer than those under each policy, but it may close a circle. The tasks of
     # steps 1..known count; none of a valid pipeline depends more than half steps ahead.
     known, half = (4 * longest, 4 * longest) if last == 1 else (last + longest, 2 * longest)
-    always = Pipeline([replace(s, every=s.every and 1) for s in pipeline.stages], pipeline.inputs, pipeline.resources)
+    given = Pipeline.from_facts(json.loads(facts))
+    always = Pipeline([replace(s, every=s.every and 1) for s in given.stages], given.inputs, given.resources)
     steps = range(1, known + half + 1)
     unroll = Unroller(always, schedule, steps, mini_batches, groups).step
     deps = {t.id: [always.task_of(dep) for dep in t.deps] for step in steps for t in unroll(step)}
@@ -695,5 +696,4 @@ def _reach(pipeline: Pipeline, schedule: PolicySchedule, mini_batches: int, grou
             f"stage '{task.stage}' waits for stages of ever later steps, through the states they read; "
             "let one stage read another version."
         )
-    found[key] = ahead
     return ahead
