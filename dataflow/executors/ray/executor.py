@@ -97,6 +97,9 @@ class RayExecutor:
         await self._build(specs, staged)
         for workers in self._hosts.values():
             workers.learn(pipeline)
+            if workers.spec.concurrent:
+                for actor in workers:
+                    actor.load.remote()  # nobody waits for it: a stage imports what is not there yet
 
     async def _build(self, specs: Mapping[str, Hosted], staged: Mapping[str, dict[str, Stage]]) -> None:
         """Builds all services concurrently, but those marked ``alone`` before all others on GPUs."""

@@ -60,7 +60,7 @@ class Host(SeesPaths):
         Args:
             blob: service and stages, as :func:`~dataflow.executors.ray.pickling.pickled` returns them.
             environment: variables to set before.
-            imports: modules to import before.
+            imports: modules that the stages need; see :meth:`load`.
             gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
         """
         restore_path()
@@ -70,16 +70,30 @@ class Host(SeesPaths):
         with contextlib.suppress(OSError):  # Ray starts the workers of a cluster elsewhere; a node may lack it
             os.chdir(environment[WORKING_DIRECTORY])
         see(gpus)
-        for module in imports:
-            importlib.import_module(module)
         spec, self.stages = pickle.loads(blob)
-        for s in self.stages.values():
-            s.load()
-        self.name, self.service = spec.name, spec.build()
+        self._imports = imports
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        if not spec.concurrent:
+            self._load()
+        self.name, self.service = spec.name, spec.build()
         tensors.register()
         settle_memory()
         return os.getpid()
+
+    async def load(self) -> None:
+        """Imports what the stages of a concurrent service need, beside the first tasks of other services.
+
+        These imports take as long as those of the trainer, and no such stage is the first of a run.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+        settle_memory()
+
+    def _load(self) -> None:
+        for module in self._imports:
+            importlib.import_module(module)
+        for s in self.stages.values():
+            s.load()
+        tensors.register()
 
     async def add(self, blob: bytes) -> None:
         """Adds stages."""
