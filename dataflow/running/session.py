@@ -20,7 +20,7 @@ from dataflow.config.base import BaseConfig
 from dataflow.config.loading import saved
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
-from dataflow.executors.ray.connection import JoinedRay, own_address
+from dataflow.executors.ray.connection import joined, own_address
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.planning.planner import name_of
@@ -217,7 +217,7 @@ class Session:
         if self.config.executor != "ray" or self.config.ray.address is None:
             yield
             return
-        with JoinedRay(self.config.ray.address):
+        with joined(self.config.ray.address):
             yield
 
     @contextlib.contextmanager

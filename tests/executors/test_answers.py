@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
-
 import pytest
 
-from dataflow.errors import RewardFailed, RunError, ServiceLost
-from dataflow.executors.ray.answers import GONE, answer_to, cause, died, last_words, peer_lost, unreachable, value_lost
+from dataflow.errors import RewardFailed, ServiceLost
+from dataflow.executors.ray.answers import GONE, cause, died, last_words, peer_lost, unreachable
 
 pytestmark = pytest.mark.heavy
 
@@ -43,7 +41,6 @@ def test_a_broken_connection_between_ranks_may_be_a_death(error: Exception) -> N
 def test_an_error_of_its_own_is_not() -> None:
     error = RuntimeError("CUDA out of memory")
     assert not peer_lost(of_a_task(error))
-    assert not value_lost(of_a_task(error))
     assert not unreachable(error)
     assert cause(of_a_task(error)) is error
 
@@ -53,7 +50,6 @@ def test_a_value_that_is_gone_is_a_lost_service() -> None:
 
     error = ObjectLostError("0" * 56, "", "")
     for raised in (error, of_a_task(error)):
-        assert value_lost(raised)
         assert not died(raised)  # the service that was called is well
         found = cause(raised)
         assert isinstance(found, ServiceLost)
@@ -68,20 +64,6 @@ def test_a_process_that_could_not_begin_says_why() -> None:
         "environment."
     )
     assert last_words(RayActorError(error_msg="The actor died.\nMore.")) == "The actor died."
-
-
-def test_what_ray_cannot_write_is_replaced_by_an_error_that_it_can() -> None:
-    caused = RuntimeError("without a file")
-    caused.__cause__ = ValueError("caf\udce9.json")
-    for error in (ValueError("cannot read 'caf\udce9.json'"), caused):
-        found = answer_to(error)
-        assert "".join(traceback.format_exception(found)).encode()
-        assert str(found)
-    assert str(answer_to(ValueError("cannot read 'caf\udce9.json'"))) == r"ValueError: cannot read 'caf\udce9.json'"
-    found = answer_to(caused)
-    assert isinstance(found, RunError)
-    assert str(found) == "RuntimeError: without a file"
-    assert r"caf\udce9.json" in found.__notes__[0]
 
 
 def test_the_traceback_of_a_sentence_of_ours_is_noted_only_if_it_has_frames_of_the_user() -> None:

@@ -22,7 +22,7 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, RunError, ServiceLost, StageFailed
 from dataflow.executors.ray import RayExecutor
-from dataflow.executors.ray.connection import JoinedRay, own_address
+from dataflow.executors.ray.connection import joined, own_address
 from dataflow.executors.ray.nodes import NodeRule
 from dataflow.executors.ray.paths import SharedPaths
 from dataflow.executors.ray.replicas import start
@@ -102,7 +102,7 @@ def pipeline(gate: Path, maker: Mapping[str, Any] = {}, taker: Mapping[str, Any]
 def nodes() -> Iterator[Nodes]:
     made = Nodes()
     try:
-        with JoinedRay(made.address):
+        with joined(made.address):
             yield made
     finally:
         made.cluster.shutdown()

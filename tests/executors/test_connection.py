@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dataflow.errors import ConfigError, RunError
-from dataflow.executors.ray.connection import JoinedRay, LocalRay
+from dataflow.executors.ray.connection import join_ray, start_ray
 from tests.rigs.listening import Listener, check, listeners
 from tests.rigs.processes import below, command, environment
 
@@ -35,11 +35,14 @@ BEFORE: set[Listener] = set()
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Ray of this process, started in a directory that is on no path."""
+    import ray
+
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("here"))
         BEFORE.update(listeners(psutil.Process()))
-        with LocalRay(1):
-            yield
+        start_ray(1)
+        yield
+        ray.shutdown()
 
 
 def token_path() -> Path:
@@ -103,9 +106,10 @@ def test_a_second_one_can_start_in_a_process_and_leaves_nothing() -> None:
 
     ray.shutdown()
     others = below()
-    with LocalRay(1):
-        assert ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=60) == os.nice(0)
-        started = [process for process in below() if process not in others]
+    start_ray(1)
+    assert ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=60) == os.nice(0)
+    started = [process for process in below() if process not in others]
+    ray.shutdown()
     assert not psutil.wait_procs(started, timeout=10)[1]
 
 
@@ -113,8 +117,8 @@ IMPORTED = """
 import os
 os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
 import ray
-from dataflow.executors.ray.connection import LocalRay
-LocalRay(1).open()
+from dataflow.executors.ray.connection import start_ray
+start_ray(1)
 """
 
 
@@ -149,7 +153,7 @@ def test_one_that_does_not_start_says_why_and_where_to_look(
     monkeypatch.setattr(ray, "init", broken)
     monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
     with pytest.raises(RunError) as caught:
-        LocalRay(1).open()
+        start_ray(1)
     assert said in str(caught.value)
 
 
@@ -162,7 +166,7 @@ def test_one_that_does_not_start_says_why_and_where_to_look(
 )
 def test_an_address_that_names_no_port_is_refused(address: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^ray\.address={address}: {why}"):
-        JoinedRay(address).open()
+        join_ray(address)
 
 
 def test_a_cluster_is_asked_at_its_address_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,5 +178,5 @@ def test_a_cluster_is_asked_at_its_address_of_ipv6(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(ConfigError, match=r"ray\.address=\[fd00::1\]:6379: no Ray cluster answers there"):
-        JoinedRay("[fd00::1]:6379").open()
+        join_ray("[fd00::1]:6379")
     assert asked == [("fd00::1", 6379)]

@@ -241,7 +241,7 @@ def test_a_machine_without_gpus_is_an_error_at_once(tmp_path: Path, monkeypatch:
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # the executor starts its own
-    monkeypatch.setattr(ray_executor, "LocalRay", mock.Mock())
+    monkeypatch.setattr(ray_executor, "start_ray", mock.Mock())
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
 
     async def body() -> None:

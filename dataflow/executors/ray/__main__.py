@@ -9,12 +9,12 @@ import json
 import sys
 
 from dataflow.errors import ConfigError
-from dataflow.executors.ray.connection import JoinedRay
+from dataflow.executors.ray.connection import joined
 
 
 def main(address: str) -> None:
     try:
-        with JoinedRay(address):
+        with joined(address):
             import ray
 
             found = {"nodes": ray.nodes(), "free": ray.available_resources()}

@@ -6,14 +6,12 @@ import asyncio
 import functools
 import re
 import sysconfig
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.usercode.failures import (
-    encodable,
     is_cancelled,
     named,
     pickled_error,
@@ -30,44 +28,31 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _FRAMES = re.compile(r'^ *File "([^"]+)", line', re.MULTILINE)
 
 
-def answering(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a sync or async method of an actor so that Ray can return what it raises; see :func:`answer_to`."""
+def answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps a method of an actor so that Ray can return what it raises; see :func:`answer_to`."""
 
     @functools.wraps(method)
-    async def later(*arguments: Any, **keywords: Any) -> Any:
+    async def answer(*arguments: Any) -> Any:
         try:
-            return await method(*arguments, **keywords)
+            return await method(*arguments)
         except BaseException as error:
             instead = answer_to(error)
         raise instead  # outside of the handler, so that it has no context: Ray would inspect that
 
-    @functools.wraps(method)
-    def now(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            return method(*arguments, **keywords)
-        except BaseException as error:
-            instead = answer_to(error)
-        raise instead
-
-    return later if asyncio.iscoroutinefunction(method) else now
+    return answer
 
 
 def answer_to(error: BaseException) -> BaseException:
     """Returns the exception that an actor raises in place of one from user code.
 
-    SystemExit would end the actor, KeyboardInterrupt its event loop, an exception that cannot be pickled would arrive
-    as an error of Ray's, and Ray ends a worker whose traceback it cannot write; each becomes a RunError that names it.
+    SystemExit would end the actor, and an exception that cannot be pickled would arrive as an error of Ray's; each
+    becomes a RunError that names it.
     """
-    if is_cancelled(error) or (pickled_error(error, dumps) is not None and _can_be_written(error)):
+    if is_cancelled(error) or pickled_error(error, dumps) is not None:
         return error
     instead = RunError(named(error))
     instead.add_note(trace_of(error))
     return instead
-
-
-def _can_be_written(error: BaseException) -> bool:
-    text = "".join(traceback.format_exception(error))
-    return encodable(text) == text
 
 
 async def first_failure(refs: Sequence[Any]) -> list[Any]:
@@ -102,21 +87,19 @@ def unreachable(error: BaseException | None) -> bool:
     return isinstance(error, exceptions.ActorUnavailableError)
 
 
-def peer_lost(error: BaseException | None) -> bool:
+def peer_lost(error: BaseException) -> bool:
     """Whether a call failed because a rank lost its connection to another one, which may have died."""
-    from ray import exceptions
-
-    inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
+    inner = _inner(error)
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     return bool(kinds & {"DistBackendError", "DistNetworkError"}) or "gloo/transport" in str(inner)
 
 
-def value_lost(error: BaseException | None) -> bool:
-    """Whether a call failed because a value that it was given is gone with the node that held it."""
+def _inner(error: BaseException) -> BaseException:
+    """Returns what a worker raised, without Ray's wrapping."""
     from ray import exceptions
 
-    inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
-    return isinstance(inner, exceptions.ObjectLostError)
+    cause = error.cause if isinstance(error, exceptions.RayTaskError) else None
+    return cause if isinstance(cause, BaseException) else error
 
 
 def cause(error: BaseException) -> BaseException:
@@ -126,10 +109,10 @@ def cause(error: BaseException) -> BaseException:
     """
     from ray import exceptions
 
-    if value_lost(error):
+    inner = _inner(error)
+    if isinstance(inner, exceptions.ObjectLostError):
         return ServiceLost(GONE)
-    wrapped = isinstance(error, exceptions.RayTaskError)
-    if wrapped and isinstance(inner := getattr(error, "cause", None), BaseException):
+    if inner is not error:
         if trace := _trace(error, inner):
             inner.add_note(trace)
         return inner

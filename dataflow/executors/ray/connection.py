@@ -5,6 +5,7 @@ A Ray of its own listens on loopback alone and requires a token. Only what ``ray
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -12,6 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,116 +38,82 @@ _SYSTEM = {
 _token: Any = None
 
 
-class LocalRay:
-    """A Ray on this machine that this process starts and ends; a context manager.
+def start_ray(num_cpus: int) -> None:
+    """Starts a Ray on this machine and connects this process to it; ``ray.shutdown`` ends it.
 
     Args:
         num_cpus: CPUs that it has.
+
+    Raises:
+        ConfigError: Ray was imported before, and would listen on every network interface.
+        RunError: it does not start.
     """
+    ray_stays_on_loopback()
+    # Ray requires a token unless a variable says otherwise, and prefers one that is in the environment itself.
+    os.environ.pop("RAY_AUTH_MODE", None)
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = _token_path()
+    options = {"num_cpus": num_cpus, "_node_ip_address": ADDRESS, "include_dashboard": False, "_system_config": _SYSTEM}
+    options |= _options()
+    import psutil
+    import ray
 
-    def __init__(self, num_cpus: int) -> None:
-        self._num_cpus = num_cpus
-
-    def open(self) -> None:
-        """Starts Ray and connects this process to it.
-
-        Raises:
-            ConfigError: Ray was imported before, and would listen on every network interface.
-            RunError: it does not start.
-        """
-        ray_stays_on_loopback()
-        # Ray requires a token unless a variable says otherwise, and prefers one that is in the environment itself.
-        os.environ.pop("RAY_AUTH_MODE", None)
-        os.environ.pop("RAY_AUTH_TOKEN", None)
-        os.environ["RAY_AUTH_TOKEN_PATH"] = _token_path()
-        options = _options()
-        import ray
-
-        report(ray="starting")
-        try:
-            with safe_path():
-                context = _init(
-                    "local",
-                    num_cpus=self._num_cpus,
-                    _node_ip_address=ADDRESS,
-                    include_dashboard=False,
-                    _system_config=_SYSTEM,
-                    **options,
-                )
-        except Exception as error:
-            ray.shutdown()
-            raise RunError(
-                f"Ray does not start on this machine: {_reason(error)}; see Ray's logs in {_logs()}."
-            ) from error
-        if ray.util.get_node_ip_address() != ADDRESS:
-            ray.shutdown()
-            raise ConfigError(
-                f"this process had imported Ray (or verl, which does) without {'='.join(RAY_ON_LOOPBACK)} in its "
-                "environment, so that Ray would listen on every network interface; set that variable, or import Ray "
-                "after the run has begun."
-            )
-        report(logs=os.path.join(context.address_info["session_dir"], "logs"))
-        import psutil
-
-        for child in psutil.Process().children():
-            if (name := child.name()) in VITAL:
-                report(ray="started", daemon=[name, child.pid])
-
-    def close(self) -> None:
-        """Stops Ray; may be called twice."""
-        import ray
-
-        report(ray="closing")
+    try:
+        with safe_path():
+            context = _init("local", **options)
+    except Exception as error:
         ray.shutdown()
+        text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        fix = "; set RAY_TMPDIR=/tmp, whose path is short" if "AF_UNIX path length" in text else ""
+        temporary = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        raise RunError(
+            f"Ray does not start on this machine: {text}{fix}; see Ray's logs in {temporary}/ray/session_latest/logs."
+        ) from error
+    if own_address() != ADDRESS:
+        ray.shutdown()
+        raise ConfigError(
+            f"this process had imported Ray (or verl, which does) without {'='.join(RAY_ON_LOOPBACK)} in its "
+            "environment, so that Ray would listen on every network interface; set that variable, or import Ray "
+            "after the run has begun."
+        )
+    report(logs=os.path.join(context.address_info["session_dir"], "logs"))
+    for child in psutil.Process().children():
+        if (name := child.name()) in VITAL:
+            report(ray="started", daemon=[name, child.pid])
 
-    def __enter__(self) -> LocalRay:
-        self.open()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class JoinedRay:
-    """A connection of this process to a cluster; a context manager.
+def join_ray(address: str) -> None:
+    """Connects this process to a cluster; ``ray.shutdown`` disconnects it.
 
     Args:
         address: ``auto``, ``host:port`` or ``ray://host:port``.
+
+    Raises:
+        ConfigError: it is not an address, no cluster answers, or it refuses this process.
     """
+    place = _place(address)
+    options = _options(address)
+    import ray
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def open(self) -> None:
-        """Connects.
-
-        Raises:
-            ConfigError: it is not an address, no cluster answers, or it refuses this process.
-        """
-        place = _place(self._address)
-        options = _options(self._address)
-        import ray
-
-        try:
-            if place is not None:  # Ray itself retries for minutes
-                socket.create_connection(place, timeout=5.0).close()
-            _init(self._address, **options)
-        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            ray.shutdown()
-            raise ConfigError(f"ray.address={self._address}: {_why(error)}") from error
-
-    def close(self) -> None:
-        """Disconnects; may be called twice."""
-        import ray
-
+    try:
+        if place is not None:  # Ray itself retries for minutes
+            socket.create_connection(place, timeout=5.0).close()
+        _init(address, **options)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         ray.shutdown()
+        raise ConfigError(f"ray.address={address}: {_why(error)}") from error
 
-    def __enter__(self) -> JoinedRay:
-        self.open()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Keeps this process connected to a cluster; see :func:`join_ray`."""
+    import ray
+
+    join_ray(address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def running() -> bool:
@@ -219,16 +187,6 @@ def _job() -> Any:
         return JobConfig()
     # Ray puts the driver's working directory first on the path of every worker, unless the driver is a remote client.
     return JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd()] if working_directory_imported() else [])
-
-
-def _reason(error: Exception) -> str:
-    """Returns why Ray does not start, in one line, and the fix if it is known."""
-    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return f"{text}; set RAY_TMPDIR=/tmp, whose path is short" if "AF_UNIX path length" in text else text
-
-
-def _logs() -> str:
-    return os.path.join(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "session_latest", "logs")
 
 
 def _why(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from dataflow.errors import RunError
 from dataflow.executors.base import ALONE, Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
 from dataflow.executors.ray.answers import cause, fetch, last_words
-from dataflow.executors.ray.connection import JoinedRay, LocalRay
+from dataflow.executors.ray.connection import join_ray, start_ray
 from dataflow.executors.ray.logs import log_lines
 from dataflow.executors.ray.nodes import NodeRule, check_count
 from dataflow.executors.ray.worker_group import WorkerGroup
@@ -69,7 +69,7 @@ class RayExecutor:
         self._nodes = dict(nodes or {})
         self._directory = directory
         self._deadline_s = deadline_s
-        self._ray: LocalRay | JoinedRay | None = None
+        self._connected = False
         self._cluster: Membership | None = None
 
     async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
@@ -122,12 +122,11 @@ class RayExecutor:
             self._cluster = self._joined()
             return
         if self.address is None:
-            self._ray = LocalRay(self.num_cpus or os.cpu_count() or 1)
-            self._ray.open()
+            start_ray(self.num_cpus or os.cpu_count() or 1)
         else:
-            self._ray = JoinedRay(self.address)
-            self._ray.open()
+            join_ray(self.address)
             self._cluster = self._joined()
+        self._connected = True
 
     def _joined(self) -> Membership:
         """Returns what the services have to know of a cluster with, perhaps, several nodes."""
@@ -145,7 +144,7 @@ class RayExecutor:
         import ray
 
         wanted = sum(spec.gpus * spec.ranks * spec.devices for spec in specs)
-        if wanted and self._ray is not None and self.address is None:
+        if wanted and self._cluster is None:
             check_count(wanted, ray.cluster_resources().get("GPU", 0))
 
     async def _host(self, spec: Hosted, stages: dict[str, Stage]) -> None:
@@ -231,6 +230,8 @@ class RayExecutor:
 
     def _disconnect(self) -> None:
         """Stops the Ray that this executor has started, or disconnects from the cluster that it has joined."""
-        if self._ray is not None:
-            self._ray.close()
-            self._ray = None
+        import ray
+
+        if self._connected:
+            ray.shutdown()
+            self._connected = False
