@@ -136,6 +136,7 @@ def _init(address: str, **options: Any) -> Any:
     """
     import ray
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # its import sets another level
     started: Future[Any] = Future()
 
     def start() -> None:
@@ -171,7 +172,6 @@ def _options(address: str | None = None) -> dict[str, Any]:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # Otherwise Ray prints a traceback for each value of a dead service that is not awaited.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
     if "://" not in (address or ""):  # for a remote client, the server creates the job
         options["job_config"] = _job()
