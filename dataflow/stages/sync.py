@@ -1,6 +1,6 @@
 """Weight sync: one stage gathers the trainer's weights, another loads them into the rollout engine.
 
-The first runs on all ranks of the trainer (``engines/verl/model.py:TrainedModel.weights``); its value lies in Ray's store.
+The first runs on all ranks of the trainer (``engines/verl/model.py:TrainedModel.weights``); Ray's store has its value.
 The second runs in the engine's process (``engines/rollout.py:Rollout.sync``, then the engine's ``_load``).
 """
 
