@@ -137,8 +137,8 @@ def test_services_run_where_their_rules_say(nodes: Nodes, tmp_path: Path) -> Non
     with logged("INFO") as said:
         asyncio.run(body())
     (address,) = {node["NodeManagerAddress"] for node in ray.nodes()}
-    a, b = (f"{address} (role={role})" for role in "ab")
-    assert {f"'maker' runs on {a}, {b}", f"'maker' runs on {b}, {a}"} & set(said)
+    a, b = (f"{address}: role={role} x 1" for role in "ab")
+    assert {f"'maker' runs on {a}; {b}", f"'maker' runs on {b}; {a}"} & set(said)
     assert {f"'maker' runs on {a} x 2", f"'maker' runs on {b} x 2"} & set(said)
     assert {f"'taker' runs on {b}", f"'taker' runs on {address}"} <= set(said)
 
