@@ -137,10 +137,10 @@ def test_services_run_where_their_rules_say(nodes: Nodes, tmp_path: Path) -> Non
     with logged("INFO") as said:
         asyncio.run(body())
     (address,) = {node["NodeManagerAddress"] for node in ray.nodes()}
-    a, b = (f"{address}: role={role} x 1" for role in "ab")
-    assert {f"'maker' runs on {a}; {b}", f"'maker' runs on {b}; {a}"} & set(said)
+    a, b = (f"{address}: role={role}" for role in "ab")
+    assert {f"'maker' runs on {a} x 1; {b} x 1", f"'maker' runs on {b} x 1; {a} x 1"} & set(said)
     assert {f"'maker' runs on {a} x 2", f"'maker' runs on {b} x 2"} & set(said)
-    assert {f"'taker' runs on {b}", f"'taker' runs on {address}"} <= set(said)
+    assert {f"'taker' runs on {b} x 1", f"'taker' runs on {address}: no label x 1"} <= set(said)
 
 
 def test_why_a_process_was_ended_is_known_from_another_node(nodes: Nodes, tmp_path: Path) -> None:
