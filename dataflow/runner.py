@@ -500,7 +500,7 @@ class _Inputs:
             value = self._functions[field](step)
         except DataflowError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RunError(f"{where}: its function raised {named(error)}; correct it.") from error
         if (once := readable_once(value)) is not None:
             raise RunError(f"{where}: its function returned {once}; return the value itself.")
