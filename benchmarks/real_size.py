@@ -50,6 +50,7 @@ from dataflow.stages.rollout import rollout
 from dataflow.stages.samples import write_samples
 from dataflow.stages.sync import gather_weights, sync_weights
 from dataflow.stages.update import update_stage
+from dataflow.system.loopback import ray_stays_on_loopback
 from dataflow.timeline.spans import Span, Trace
 
 BOUND_S, LOAD_S, GROWTH_MB, REQUEST_B = 0.8, 10.0, 8.0, 500
@@ -287,6 +288,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--long", type=int, help="measure the memory of the run's process over as many steps instead")
     parser.add_argument("-o", dest="out", default="real_size.json")
     options = parser.parse_args(arguments)
+    ray_stays_on_loopback()  # before verl imports Ray
     cloudpickle.register_pickle_by_value(_emulated)
     if options.loaded:
         seconds = load(options.loaded)
