@@ -105,6 +105,11 @@ def test_several_submissions_of_a_step_each_for_its_rest() -> None:
     under_way = submitted(1, (4, 5), 2, 3)
     call = kept.narrowed(under_way.task, under_way.call)
     assert call.groups == call.info.groups == (5,)
+    hand_out(kept, 1, 2, 4, (5,))
+    call = kept.narrowed(under_way.task, under_way.call)
+    assert call.groups == ()
+    submit(kept, Submission(under_way.task, call, under_way.values, ()))
+    assert [s.groups for s in kept.left()] == [(3,)]
     whole = submitted(2)
     assert kept.narrowed(whole.task, whole.call) is whole.call
 

@@ -93,7 +93,7 @@ class Replays:
         if submission is not None and i.stage in self._states:
             self._newest[i.stage] = submission
         if submission is not None and self._takers.get(i.stage):
-            if not submission.groups:
+            if not submission.groups and submission.call.groups != ():  # all returned before its answer was lost
                 raise DataflowError(
                     f"stage '{i.stage}' replays, so it must read a Batch of the groups that it submits, or "
                     "write a state."
