@@ -287,6 +287,59 @@ def test_all_ranks_of_a_service_are_rebuilt(executor, tmp_path):
     assert gone(pids)
 
 
+class Computing:
+    """Knows whether a function of its own is at work."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.at_work = False
+
+    def compute(self) -> None:
+        self.at_work = True
+        self.began.set()
+        time.sleep(2)
+        self.at_work = False
+
+    async def wait(self) -> None:
+        await asyncio.to_thread(self.began.wait)
+
+    async def settle(self) -> None: ...
+
+
+@stage(on="gpu")
+def computes(prompts, *, service):
+    service.compute()
+
+
+@stage(on="io")
+async def saves(prompts, *, service):
+    assert not service.at_work
+
+
+def test_nothing_runs_beside_the_function_of_a_cancelled_call(executor):
+    service = Hosted("computing", Computing, concurrent=True)
+    pipelines = [Pipeline([s.bind(service=service)], inputs=["prompts"]) for s in (computes, saves)]
+
+    def runner(pipeline):
+        graph = expand(pipeline, SchedulingPolicy(), 1)
+        return Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace())
+
+    async def main():
+        try:
+            for pipeline in pipelines:
+                await executor.open(pipeline)
+            running = asyncio.create_task(runner(pipelines[0]).run())
+            await executor.ask("computing", "wait")
+            running.cancel()
+            await asyncio.wait([running])
+            await executor.ask("computing", "settle")
+            await runner(pipelines[1]).run()
+        finally:
+            await executor.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @stage(writes="broken", on="gpu")
 def breaks(out, *, victim):
     raise ValueError("a bad batch")

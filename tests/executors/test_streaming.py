@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,43 @@ def test_a_stage_that_streams_wrongly_fails_with_the_fix(executor: Any, how: str
 
     with pytest.raises(StageFailed, match=WRONGS[how]):
         asyncio.run(asyncio.wait_for(body(), 30))
+
+
+@stage(writes="responses", on="gpu", streams=True)
+def waits_for_a_reader(prompts: Batch, *, path: Path, task) -> Batch:
+    task.emit(0, prompts.select([0]))
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, "the first chunk was not handed on while the function ran"
+        time.sleep(0.01)
+    task.emit(1, prompts.select([1]))
+    return prompts
+
+
+@stage(writes="read", on="controller", per_chunk=True)
+async def reads_a_chunk(responses: Batch, *, path: Path) -> Batch:
+    path.touch()
+    return responses
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(60)
+def test_chunks_of_a_plain_function_are_handed_on_while_it_runs(local_ray: None, tmp_path: Path) -> None:
+    from dataflow.executors.ray import RayExecutor
+
+    stages = [each.bind(path=tmp_path / "read") for each in (waits_for_a_reader, reads_a_chunk)]
+    graph = expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(stream_rollout=True), 1, 2, groups=2)
+    executor = RayExecutor(num_cpus=2)
+
+    async def body() -> None:
+        try:
+            await executor.open(graph.pipeline)
+            prompts = Batch([0, 1], {"text": ["a", "b"]})
+            await Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=Trace()).run()
+        finally:
+            await executor.close()
+
+    asyncio.run(asyncio.wait_for(body(), 40))
 
 
 @pytest.mark.heavy

@@ -73,6 +73,7 @@ class Host(SeesPaths):
         spec, self.stages = pickle.loads(blob)
         self._imports = imports
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        self._last: asyncio.Future[None] | None = None  # ends after the functions of cancelled calls
         if not spec.concurrent:
             self._load()
         self.name, self.service = spec.name, spec.build()
@@ -81,9 +82,9 @@ class Host(SeesPaths):
         return os.getpid()
 
     async def load(self) -> None:
-        """Imports what the stages of a concurrent service need, beside the first tasks of other services.
+        """Imports what the stages of a concurrent service need, while the first tasks run.
 
-        These imports take as long as those of the trainer, and no such stage is the first of a run.
+        These imports take as long as those of the trainer. A stage that runs before their end imports what it uses.
         """
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
         settle_memory()
@@ -123,7 +124,12 @@ class Host(SeesPaths):
             value per field, each an object of its own to Ray.
         """
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
-        running = asyncio.ensure_future(contained(self._call(call, values, chunks.put_nowait)))
+        loop = asyncio.get_running_loop()
+
+        def emitted(chunk: Chunk) -> None:  # a plain function emits in the service's thread
+            loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        running = asyncio.ensure_future(contained(self._call(call, values, emitted)))
         running.add_done_callback(lambda _running: chunks.put_nowait(None))
         try:
             while (chunk := await chunks.get()) is not None:
@@ -145,6 +151,7 @@ class Host(SeesPaths):
     @answering
     async def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the service."""
+        await self._rested()
         answer = method_of(self.service, method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
 
@@ -162,9 +169,22 @@ class Host(SeesPaths):
     ) -> tuple[Report, tuple[Any, ...]]:
         stage = self.stages[call.stage]
         bound = {n: self.service for n, s in stage.services.items() if isinstance(s, Hosted) and s.name == self.name}
-        report, written = await run_stage(stage, call, values, bound, clock.now, on_chunk, self._thread)
+        await self._rested()
+        try:
+            report, written = await run_stage(stage, call, values, bound, clock.now, on_chunk, self._thread)
+        except asyncio.CancelledError:
+            self._last = asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
+            raise
         report.logged = KEPT.take()
         return report, written
+
+    async def _rested(self) -> None:
+        """Waits until no function of a cancelled call runs: its thread cannot be stopped.
+
+        An interrupted run saves a checkpoint after it has cancelled a task that may compute with the weights.
+        """
+        if self._last is not None:
+            await asyncio.wait([self._last])
 
 
 def settle_memory() -> None:
