@@ -56,7 +56,7 @@ class Actors:
     Args:
         spec: the service.
         threads: OMP threads in each process.
-        imports: modules that each process imports before it builds the service.
+        imports: modules that the stages need; see :meth:`dataflow.executors.ray.host.Host.load`.
         cluster: that the run has joined; None if the run has started its own Ray, on this machine.
     """
 

@@ -38,8 +38,8 @@ class RayExecutor:
         address: None starts a local Ray that ends with this run; ``auto`` or ``host:port`` joins a cluster.
         num_cpus: CPUs of the local Ray; None for this machine's.
         threads: OMP threads in each worker.
-        imports: modules that each worker imports before it builds its service, so that the first task does not wait
-            for them.
+        imports: modules that each worker imports before a task needs them; see
+            :meth:`dataflow.executors.ray.host.Host.load`.
         on_up: called with what is up: Ray, then the name of each service.
         nodes: rules for the nodes of services on a cluster, by service.
         directory: of the run, which services with files in it must see; None if there is none.

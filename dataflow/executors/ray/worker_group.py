@@ -34,7 +34,7 @@ class WorkerGroup:
     Args:
         spec: the service.
         threads: OMP threads in each process.
-        imports: modules that each process imports before it builds the service.
+        imports: modules that the stages need; see :meth:`dataflow.executors.ray.host.Host.load`.
         deadline_s: seconds that building the service may take.
         on_chunk: called with each chunk that a running task emits.
         cluster: that the run has joined; None for a Ray of its own.
@@ -138,7 +138,7 @@ class WorkerGroup:
         if task.emits > 1 and not self.spec.concurrent:
             raise RunError(
                 f"stage '{task.stage.name}' streams, but '{self.spec.name}' runs one call at a time; "
-                "give Hosted(concurrent=True) and make the stage async, or leave +stream out of the policy."
+                "give Hosted(concurrent=True), or leave +stream out of the policy."
             )
         emitted: dict[int, tuple[Any, ...]] = {}
         lost = 0
