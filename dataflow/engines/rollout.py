@@ -161,8 +161,8 @@ class Rollout:
 
         async def work() -> None:
             if self._sleeps:
+                self._gate.asleep = True  # first, so that a wake waits for a sleep whose caller was cancelled
                 await self._free()
-                self._gate.asleep = True
 
         await self._gate.alone(work)
 

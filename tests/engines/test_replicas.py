@@ -216,6 +216,24 @@ def test_asleep_it_keeps_what_is_requested_until_it_wakes(both: Replicas, engine
     run(body())
 
 
+def test_waking_during_a_sleep_whose_caller_is_cancelled(both: Replicas, engines: list[Engine]) -> None:
+    async def slow() -> None:
+        await engines[0].go.wait()
+
+    async def body() -> None:
+        engines[0].sleep = slow  # type: ignore[method-assign]
+        sleeping = asyncio.ensure_future(both.sleep())
+        await asyncio.sleep(0.01)
+        sleeping.cancel()
+        waking = asyncio.ensure_future(both.wake())
+        await asyncio.sleep(0.01)
+        engines[0].go.set()
+        await waking
+        assert len(await asyncio.wait_for(collect(both, asking([9]), []), 5)) == N
+
+    run(body())
+
+
 def test_stopping_early_frees_what_is_in_flight(both: Replicas, engines: list[Engine]) -> None:
     async def body() -> None:
         async with aclosing(both.generate(asking([9, *[2] * 8]), SAMPLING, 1)) as samples:
