@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.rollout import Request, Rollout
-from dataflow.engines.samples import SHOWN, check_tokens, prompt_ids
+from dataflow.engines.samples import SHOWN, prompt_ids
 from dataflow.engines.vocabulary import read_vocabulary
 from dataflow.engines.weights import WeightNames
 from dataflow.errors import RunError
@@ -67,10 +67,12 @@ class Replicas(Rollout):
         self._share, self._release = share, release
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
-        """See :meth:`RolloutEngine.generate`. Closing the generator aborts its samples in all engines."""
+        """See :meth:`RolloutEngine.generate`; yields the samples of a group once it has all of them.
+
+        Closing the generator aborts its samples in all engines.
+        """
         self._check(sampling)
-        ids = prompt_ids(prompts, self.max_prompt_length)
-        check_tokens(prompts, ids, self.vocabulary.size)
+        prompt_ids(prompts, self.max_prompt_length, self.vocabulary.size)  # checks them
         given = prompts.only(*(name for name in ("prompt_ids", SHOWN) if name in prompts))
         works = [partial(self._group, given.select([group]), sampling, seed) for group in prompts.ids]
         async with aclosing(self._gate.draw_all(works)) as groups:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.gate import Gate
-from dataflow.engines.samples import check_sampling, check_tokens, check_turn, prompt_ids, shown_of, to_batch
+from dataflow.engines.samples import check_sampling, check_turn, prompt_ids, shown_of, to_batch
 from dataflow.engines.vocabulary import Vocabulary
 from dataflow.engines.weights import WeightNames
 
@@ -108,8 +108,7 @@ class Rollout:
         Closing the generator early (``aclose``, cancellation) aborts the samples in flight.
         """
         self._check(sampling)
-        ids = prompt_ids(prompts, self.max_prompt_length)
-        check_tokens(prompts, ids, self.vocabulary.size)
+        ids = prompt_ids(prompts, self.max_prompt_length, self.vocabulary.size)
         given = zip(prompts.ids, ids, shown_of(prompts, self._sees), strict=True)
         asked = [(group, prompt, self._shown(prompt, shown, group)) for group, prompt, shown in given]
         requests = [
@@ -125,9 +124,7 @@ class Rollout:
         """See :meth:`RolloutEngine.sample`."""
         self._check(sampling)
         check_turn(self._sees)
-        alone = Batch([0], {"prompt_ids": [prompt]})
-        (ids,) = prompt_ids(alone, self.max_prompt_length)
-        check_tokens(alone, [ids], self.vocabulary.size)
+        (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length, self.vocabulary.size)
         return await self._gate.draw(partial(self._draw, Request(ids, sampling, tuple(seed))))
 
     def text(self, tokens: Sequence[int]) -> str:

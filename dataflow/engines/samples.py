@@ -45,17 +45,17 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         )
 
 
-def prompt_ids(prompts: Batch, longest: int, where: str = "data.max_prompt_length") -> list[list[int]]:
+def prompt_ids(prompts: Batch, longest: int, vocabulary: int) -> list[list[int]]:
     """Returns the token ids of each prompt.
 
     Args:
         prompts: a row per prompt, with a column ``prompt_ids``.
         longest: the maximum number of tokens of a prompt.
-        where: the configuration key that sets it, for error messages.
+        vocabulary: number of the model's token ids; some engines would end at an unknown one.
 
     Raises:
-        DataError: there is no prompt, or one is empty or too long.
-        DataflowError: a group has more than one prompt.
+        DataError: a prompt is empty, too long, or has a token that the model lacks.
+        DataflowError: there is no prompt, or a group has more than one.
     """
     ids = [[int(token) for token in prompt] for prompt in prompts["prompt_ids"]]
     if not ids:
@@ -67,30 +67,16 @@ def prompt_ids(prompts: Batch, longest: int, where: str = "data.max_prompt_lengt
             raise DataError(f"rollout: the prompt of group {group} is empty.")
         if len(prompt) > longest:
             raise DataError(
-                f"rollout: the prompt of group {group} has {len(prompt)} tokens, more than {where}={longest}; "
-                "raise it, or set data.truncation."
+                f"rollout: the prompt of group {group} has {len(prompt)} tokens, more than "
+                f"data.max_prompt_length={longest}; raise it, or set data.truncation."
             )
-    return ids
-
-
-def check_tokens(prompts: Batch, ids: Sequence[Sequence[int]], vocabulary: int) -> None:
-    """Checks that a model has the tokens of each prompt; some engines would end at an unknown one.
-
-    Args:
-        prompts: a row per prompt.
-        ids: their token ids.
-        vocabulary: number of the model's token ids.
-
-    Raises:
-        DataError: it lacks one.
-    """
-    for group, prompt in zip(prompts.ids, ids, strict=True):
         if min(prompt) < 0 or max(prompt) >= vocabulary:
             wrong = next(token for token in prompt if not 0 <= token < vocabulary)
             raise DataError(
                 f"rollout: the prompt of group {group} has token {wrong}; the model has 0 to {vocabulary - 1}. "
                 "Is it from another tokenizer?"
             )
+    return ids
 
 
 def seed_of(*parts: int) -> int:

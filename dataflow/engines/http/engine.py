@@ -27,7 +27,7 @@ from dataflow.engines.http.server import Client, ServerError, Wanted
 from dataflow.engines.http.sglang import SglangServer
 from dataflow.engines.http.vllm import VllmServer
 from dataflow.engines.http.weight_files import remove_weights, write_weights
-from dataflow.engines.samples import check_sampling, check_tokens, check_turn, prompt_ids, seed_of, to_batch
+from dataflow.engines.samples import check_sampling, check_turn, prompt_ids, seed_of, to_batch
 from dataflow.engines.vocabulary import loading, read_vocabulary
 from dataflow.engines.weights import WeightNames
 from dataflow.errors import Aborted, ConfigError, DataError, RunError
@@ -135,7 +135,8 @@ class HttpRollout:
         self._syncing: asyncio.Task[Any] | None = None
         self._writing: asyncio.Future[Path] | None = None
         self._closed = False
-        self._counts = {"samples": 0, "tokens": 0, "retries": 0}
+        self.retries = 0
+        """Number of samples that failed and were drawn again so far."""
 
     # --- samples ------------------------------------------------------------------------------------------------
 
@@ -173,9 +174,7 @@ class HttpRollout:
         check_sampling(sampling, self.vocabulary.size)
         if why := refused_temperature(sampling.temperature, "http"):
             raise ConfigError(f"rollout: temperature={sampling.temperature}; {why}.")
-        ids = prompt_ids(prompts, self._longest)
-        check_tokens(prompts, ids, self.vocabulary.size)
-        return ids
+        return prompt_ids(prompts, self._longest, self.vocabulary.size)
 
     def _begun(self, request: _Request) -> asyncio.Task[Sample]:
         if self._closed:
@@ -218,7 +217,7 @@ class HttpRollout:
                 rejected_s = (now if rejected_s is None else rejected_s) if error.throttled else None
                 if rejected_s is None or now - rejected_s >= self._wait_s:
                     failed.append(server)
-                    self._counts["retries"] += 1
+                    self.retries += 1
                 if len(failed) >= self._tries:
                     raise RunError(
                         f"rollout: sample {request.index} of group {request.group} failed at {len(failed)} tries, the "
@@ -226,8 +225,6 @@ class HttpRollout:
                     ) from error
             else:
                 server.failures = 0
-                self._counts["samples"] += 1
-                self._counts["tokens"] += len(sample.tokens)
                 return sample
             finally:
                 self._choice.give_back(server)
@@ -257,13 +254,6 @@ class HttpRollout:
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
         return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
-
-    async def abort(self) -> int:
-        """See :meth:`RolloutEngine.abort`."""
-        samples = list(self._samples)
-        for task in samples:
-            task.cancel()
-        return len(samples)
 
     # --- weights ------------------------------------------------------------------------------------------------
 
@@ -380,9 +370,10 @@ class HttpRollout:
     async def wake(self) -> None:
         """See :meth:`RolloutEngine.wake`."""
 
-    def stats(self) -> dict[str, float]:
-        """See :meth:`RolloutEngine.stats`; adds the servers in use, and the samples that were drawn again so far."""
-        return {**self._counts, "running": len(self._samples), "servers": len(self._choice.open)}
+    @property
+    def servers(self) -> int:
+        """Number of servers in use."""
+        return len(self._choice.open)
 
     async def close(self) -> None:
         """Aborts the samples in flight, closes the connections and removes the files. Idempotent."""
