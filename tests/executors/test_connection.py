@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from dataflow.errors import ConfigError, RunError
+from dataflow.executors.ray import connection
 from dataflow.executors.ray.connection import join_ray, start_ray
 from tests.rigs.listening import Listener, check, listeners
 from tests.rigs.processes import below, command, environment
@@ -135,7 +137,7 @@ def test_one_that_would_listen_on_other_interfaces_does_not_run() -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (AssertionError(), "on this machine: AssertionError; see Ray's logs in /elsewhere/ray/session_latest/logs."),
+        (AssertionError(), "on this machine: AssertionError; see the logs of its newest session in /elsewhere/ray."),
         (
             OSError("AF_UNIX path length cannot exceed 107 bytes."),
             "107 bytes; set RAY_TMPDIR=/tmp, whose path is short",
@@ -155,6 +157,29 @@ def test_one_that_does_not_start_says_why_and_where_to_look(
     with pytest.raises(RunError) as caught:
         start_ray(1)
     assert said in str(caught.value)
+
+
+def test_one_that_was_not_up_in_time_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    def slow(address: str, **_options: object) -> str:
+        starts.append(address)
+        if len(starts) == 1:
+            raise Exception("The current node timed out during startup.")
+        return "up"
+
+    monkeypatch.setattr(connection, "_init", slow)
+    assert connection._init_local({}) == "up"
+    assert starts == ["local", "local"]
+
+
+def test_a_cluster_that_never_answers_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(connection, "_JOIN_S", 0.1)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: threading.Event().wait(5))
+    with pytest.raises(ConfigError, match=r"ray\.address=auto: no Ray cluster answers there"):
+        join_ray("auto")
 
 
 @pytest.mark.parametrize(

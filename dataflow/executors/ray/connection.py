@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from loguru import logger
+
 from dataflow.errors import ConfigError, RunError
 from dataflow.system.address import host_and_port
 from dataflow.system.children import safe_path, working_directory_imported
@@ -34,6 +36,9 @@ _SYSTEM = {
     "worker_niceness": 0,
 }
 """Settings of all processes of a Ray of the run's own."""
+
+_JOIN_S = 60.0
+"""Seconds in which a cluster has to answer; Ray itself retries for minutes, or for ever if its token is another one."""
 
 _token: Any = None
 
@@ -60,14 +65,13 @@ def start_ray(num_cpus: int) -> None:
 
     try:
         with safe_path():
-            context = _init("local", **options)
+            context = _init_local(options)
     except Exception as error:
-        ray.shutdown()
         text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         fix = "; set RAY_TMPDIR=/tmp, whose path is short" if "AF_UNIX path length" in text else ""
         temporary = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         raise RunError(
-            f"Ray does not start on this machine: {text}{fix}; see Ray's logs in {temporary}/ray/session_latest/logs."
+            f"Ray does not start on this machine: {text}{fix}; see the logs of its newest session in {temporary}/ray."
         ) from error
     if own_address() != ADDRESS:
         ray.shutdown()
@@ -98,7 +102,9 @@ def join_ray(address: str) -> None:
     try:
         if place is not None:  # Ray itself retries for minutes
             socket.create_connection(place, timeout=5.0).close()
-        _init(address, **options)
+        _init(address, _JOIN_S, **options)
+    except TimeoutError as error:  # it is still trying, and could not be shut down
+        raise ConfigError(f"ray.address={address}: {_why(error)}") from error
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         ray.shutdown()
         raise ConfigError(f"ray.address={address}: {_why(error)}") from error
@@ -129,7 +135,31 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _init(address: str, **options: Any) -> Any:
+def _init_local(options: dict[str, Any]) -> Any:
+    """Starts Ray; once more if it was not up after the 30 s that it allows itself, as on a machine that is busy."""
+    import psutil
+    import ray
+
+    before = set(psutil.Process().children())
+    try:
+        return _init("local", **options)
+    except Exception as error:
+        ray.shutdown()
+        if "timed out during startup" not in str(error):
+            raise
+    logger.warning("Ray was not up after 30 s; starting it once more. Is the machine busy?")
+    for child in set(psutil.Process().children()) - before:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("/ray/" in part for part in child.cmdline()[:3]):
+                child.kill()
+    try:
+        return _init("local", **options)
+    except Exception:
+        ray.shutdown()
+        raise
+
+
+def _init(address: str, timeout_s: float | None = None, **options: Any) -> Any:
     """Calls ``ray.init`` in a thread of its own: in the main one it would replace the handler of SIGTERM.
 
     The thread stays until this process ends: the kernel ends the processes of a Ray with the thread that started them.
@@ -147,7 +177,7 @@ def _init(address: str, **options: Any) -> Any:
         threading.Event().wait()
 
     threading.Thread(target=start, name="ray", daemon=True).start()
-    return started.result()
+    return started.result(timeout_s)
 
 
 def _token_path() -> str:

@@ -296,7 +296,8 @@ class WorkerGroup:
             ) from error
 
     def _warn(self, left: Sequence[Submission], reason: str) -> None:
-        again = [f"{s.task} for {len(s.groups)} groups" for s in left] + [str(i) for i in self._running]
+        submitted = [f"{s.task} for {len(s.groups)} groups" if s.groups else str(s.task) for s in left]
+        again = submitted + [str(i) for i in self._running]
         names = ", ".join(again[:_NAMED]) + (f" and {len(again) - _NAMED} more" if len(again) > _NAMED else "")
         logger.warning(
             "'{}' died ({}): restart {} of {}; rebuilding it{}.",
