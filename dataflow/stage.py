@@ -132,7 +132,8 @@ class Hosted:
         name: of the host; services of one name are one object.
         factory: builds the service; as ``"package.module:name"`` it is imported only where it is built.
         options: keyword arguments of the factory.
-        ranks: processes that all run each call (SPMD); the outputs of the first are used.
+        ranks: processes that all run each call (SPMD); the outputs of the first are used. Stages with collectives share
+            a resource of one slot, so that all ranks run them in one order.
         gpus: GPUs per process, or the share of one.
         devices: GPUs that each process has ``gpus`` of, all on one node.
         concurrent: several calls run at a time, async stages on the event loop of the process, plain ones one after the

@@ -208,6 +208,8 @@ async def run_stage(
     fields = own(fields_of(call, values))
 
     def plain() -> Any:
+        nonlocal begin
+        begin = now()  # the thread may have been busy
         with around(stage, info):
             return stage.fn(*fields, **keywords)
 
