@@ -174,7 +174,7 @@ def test_a_group_twice_a_step_twice_and_no_rows_are_refused() -> None:
         agent = RewardAgent(gate, limits=Limits(8))
         torn = samples(1, [3, 4])
         torn.groups = np.array([3, 4, 3, 4])
-        with pytest.raises(DataflowError, match="step 1 holds group 3 twice; sort rows by group"):
+        with pytest.raises(DataflowError, match="the rows of group 3 are not adjacent; sort rows by group"):
             agent.submit(1, torn)
         with pytest.raises(DataflowError, match="the rows of group 3 are not adjacent; sort rows by group"):
             Batch([3, 4, 3], {})
