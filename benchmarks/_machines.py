@@ -129,6 +129,7 @@ class Machines:
         self._bridge = f"df{os.getpid() % 100000}"
         self._stack = contextlib.ExitStack()
         self.machines: list[Machine] = []
+        os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)  # of a Ray on loopback: other machines could not join
         self.environment = {
             **os.environ,
             "RAY_AUTH_MODE": "token",

@@ -111,7 +111,8 @@ def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
 ) -> None:
     with benchmark("start") as bench:
         found = {"output_s": 0.5, "task_s": seconds, "end_s": 2.0, "cpu_s": 9.0, "cpu": {"ray::trainer": 9.0}}
-        monkeypatch.setattr(bench, "imported", lambda _code: (5.0, 4.0))
+        monkeypatch.setattr(bench.subprocess, "run", lambda *_given, **_keys: subprocess.CompletedProcess([], 0))
+        monkeypatch.setattr(bench, "timed", lambda *command: (6.0, 4.0) if bench.TRL in command else (0.1, 0.1))
         monkeypatch.setattr(bench, "started", lambda *_given: dict(found))
         assert bench.main(["--rounds", "2", "-o", str(tmp_path / "out.json")]) == (1 if seconds > 12 else 0)
         assert bench.name_of(["python", "-P", "-m", "dataflow.data.chats"]) == "dataflow.data.chats"
