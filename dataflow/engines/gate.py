@@ -46,13 +46,13 @@ class Gate:
     new weights, or its process is gone: all requests, later ones too, raise :class:`ServiceLost`.
 
     Args:
-        lost: returns the message for such an error: the consequence and the fix.
+        lost: returns the message for such an error: the consequence and the fix; None if it loses nothing.
 
     Attributes:
         asleep: whether samples wait until work that runs alone sets it to False.
     """
 
-    def __init__(self, lost: Callable[[Exception], str]) -> None:
+    def __init__(self, lost: Callable[[Exception], str | None]) -> None:
         self.asleep = False
         self._message = lost
         self._lost: Callable[[], Exception] | None = None
@@ -108,9 +108,15 @@ class Gate:
         """Ends all requests, later ones too, with :class:`Aborted`."""
         self._end(lambda: Aborted("rollout: the engine was closed."))
 
-    def _fail(self, cause: Exception) -> Exception:
+    async def closed(self) -> None:
+        """Closes, and waits until all that was requested has ended."""
+        tasks = [entry.task for entry in [*self._inside, *self._waiting]]
+        self.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _fail(self, cause: Exception, message: str) -> Exception:
         def lost() -> Exception:
-            error = ServiceLost(self._message(cause))
+            error = ServiceLost(message)
             error.__cause__ = cause
             return error
 
@@ -137,7 +143,9 @@ class Gate:
             except UserError:
                 raise
             except Exception as error:
-                raise self._fail(error) from error
+                if (message := self._message(error)) is None:
+                    raise
+                raise self._fail(error, message) from error
 
         entry.task = asyncio.ensure_future(begin())
         entry.task.add_done_callback(lambda _task: self._leave(entry))

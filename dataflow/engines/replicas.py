@@ -9,7 +9,7 @@ engines with short responses take over work from those with long ones, and none 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,7 +66,7 @@ class Replicas(Rollout):
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
         self._share, self._release = share, release
 
-    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncGenerator[Sample, None]:
         """See :meth:`RolloutEngine.generate`; yields the samples of a group once it has all of them.
 
         Closing the generator aborts its samples in all engines.
@@ -126,7 +126,7 @@ class Replicas(Rollout):
         self._drawing[at] -= samples
         self._freed.set()
 
-    async def _shared(self, weights: Mapping[str, torch.Tensor]) -> Any:
+    async def _shared(self, weights: Mapping[str, torch.Tensor], version: int) -> Any:
         return await asyncio.to_thread(self._share, weights)
 
     async def _load(self, weights: Any, version: int) -> None:

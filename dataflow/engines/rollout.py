@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -81,11 +81,14 @@ class Rollout:
         """Returns what a prompt shows in the engine's own form."""
         return shown
 
+    async def _ready(self) -> None:
+        """Makes the engine ready to draw; awaited when a request was checked."""
+
     async def _load(self, weights: Any, version: int) -> None:
         """Replaces all weights by what :meth:`_shared` returned, while nothing is in flight."""
         raise NotImplementedError
 
-    async def _shared(self, weights: dict[str, torch.Tensor]) -> Any:
+    async def _shared(self, weights: dict[str, torch.Tensor], version: int) -> Any:
         """Returns weights, tied ones once under the embedding's name, as :meth:`_load` takes them."""
         return weights
 
@@ -98,11 +101,12 @@ class Rollout:
     def _check(self, sampling: Sampling) -> None:
         check_sampling(sampling, self.vocabulary.size)
 
-    def _lost(self, cause: Exception) -> str:
+    def _lost(self, cause: Exception) -> str | None:
+        """Returns what to say if an error leaves the engine unusable; None if it does not."""
         reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
         return f"rollout: {self._engine_name} failed ({reason}); the engine has to be rebuilt."
 
-    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncGenerator[Sample, None]:
         """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6.
 
         Closing the generator early (``aclose``, cancellation) aborts the samples in flight.
@@ -116,6 +120,7 @@ class Rollout:
             for group, prompt, shown in asked
             for index in range(sampling.n)
         ]
+        await self._ready()
         async with aclosing(self._gate.draw_all([partial(self._draw, each) for each in requests])) as samples:
             async for sample in samples:
                 yield sample
@@ -125,6 +130,7 @@ class Rollout:
         self._check(sampling)
         check_turn(self._sees)
         (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length, self.vocabulary.size)
+        await self._ready()
         return await self._gate.draw(partial(self._draw, Request(ids, sampling, tuple(seed))))
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -143,7 +149,7 @@ class Rollout:
                 stay.
             ServiceLost: the weights could not be loaded.
         """
-        shared = await self._shared(self._weights.pick(weights, version))  # while samples in flight finish
+        shared = await self._shared(self._weights.pick(weights, version), version)  # while samples in flight finish
 
         async def work() -> None:
             await self._load(shared, version)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import math
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from loguru import logger
 
-from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.choice import refused_temperature
 from dataflow.engines.http.check import clients, connect
@@ -27,10 +26,11 @@ from dataflow.engines.http.server import Client, ServerError, Wanted
 from dataflow.engines.http.sglang import SglangServer
 from dataflow.engines.http.vllm import VllmServer
 from dataflow.engines.http.weight_files import remove_weights, write_weights
-from dataflow.engines.samples import check_sampling, check_turn, prompt_ids, seed_of, to_batch
+from dataflow.engines.rollout import Request, Rollout
+from dataflow.engines.samples import check_turn, seed_of
 from dataflow.engines.vocabulary import loading, read_vocabulary
 from dataflow.engines.weights import WeightNames
-from dataflow.errors import Aborted, ConfigError, DataError, RunError
+from dataflow.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
     import torch
@@ -61,19 +61,7 @@ class _Server:
     restoring: asyncio.Task[None] | None = None
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A sample that is asked for; ``seed`` is below 2**63, ``home`` is what groups and conversations have in common."""
-
-    group: int
-    index: int
-    prompt: list[int]
-    sampling: Sampling
-    seed: int
-    home: tuple[int, ...]
-
-
-class HttpRollout:
+class HttpRollout(Rollout):
     """A :class:`~dataflow.engines.base.RolloutEngine` over inference servers: vLLM's OpenAI server, or SGLang's.
 
     The servers may serve anything before: with the first call they get the weights of ``model``, unless that call
@@ -98,8 +86,6 @@ class HttpRollout:
         ModelError: the model's tokenizer or configuration cannot be read.
     """
 
-    version: int
-
     def __init__(
         self,
         model: str,
@@ -115,97 +101,51 @@ class HttpRollout:
         weights_dir: str | None = None,
         in_flight: Literal["wait", "abort"] = "wait",
     ) -> None:
-        self.vocabulary, config = read_vocabulary(model)
+        vocabulary, config = read_vocabulary(model)
         check_turn(hasattr(config, "vision_config"))
         with loading(model):
-            self._names = WeightNames.of_config(config)
-        self.version = 0
-        self._model, self._longest, self._in_flight = Path(model), max_prompt_length, in_flight
-        self._tries, self._wait_s = tries, wait
-        self._wanted = Wanted(model, self.vocabulary.tokenizer, max_model_len, sampling)
+            names = WeightNames.of_config(config)
+        super().__init__(vocabulary, names, max_prompt_length, "http", in_flight=in_flight)
+        self._model, self._tries, self._wait_s = Path(model), tries, wait
+        self._wanted = Wanted(model, vocabulary.tokenizer, max_model_len, sampling)
         self._servers = [_Server(client) for client in clients(urls, api_key_env, timeout)]
         self._last = self._servers[0]  # that has failed
-        self._choice = LeastLoad(self._servers, slots, wait, self._lost)
+        self._choice = LeastLoad(self._servers, slots, wait, self._none_left)
         self._place = Path(weights_dir or tempfile.mkdtemp(prefix="dataflow-weights-")).resolve()
         remove_weights(self._place)  # of an engine before, which was killed
-        self._weights: Path | None = None  # the name of the directory is their label
-        self._gate = asyncio.Lock()  # held while weights are replaced; a sample passes it when it begins
-        self._samples = set[asyncio.Task[Sample]]()  # all that have not ended
-        self._drawing = set[asyncio.Task[Any]]()  # of these, those that have begun
-        self._syncing: asyncio.Task[Any] | None = None
-        self._writing: asyncio.Future[Path] | None = None
-        self._closed = False
+        self._current: Path | None = None  # the name of the directory of the weights is their label
+        self._writing: asyncio.Future[Path] | None = None  # of the thread
+        self._written: asyncio.Future[Path] | None = None  # of the sync that waits for it
         self.retries = 0
         """Number of samples that failed and were drawn again so far."""
 
     # --- samples ------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncGenerator[Sample, None]:
-        """See :meth:`RolloutEngine.generate`. Closing the generator early aborts the samples in flight."""
-        ids = self._checked(prompts, sampling)
-        tasks = [
-            self._begun(_Request(group, index, prompt, sampling, seed_of(seed, group, index), (seed, group)))
-            for group, prompt in zip(prompts.ids, ids, strict=True)
-            for index in range(sampling.n)
-        ]
-        ended = asyncio.Queue[asyncio.Task[Sample]]()
-        for task in tasks:
-            task.add_done_callback(ended.put_nowait)
-        try:
-            for _ in tasks:
-                yield _outcome(await ended.get())
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
-        """See :meth:`RolloutEngine.sample`."""
-        (ids,) = self._checked(Batch([0], {"prompt_ids": [prompt]}), sampling)
-        # The seeds of all turns of a group's conversations begin alike.
-        task = self._begun(_Request(0, 0, ids, sampling, seed_of(*seed), tuple(seed[:2])))
-        try:
-            await asyncio.wait([task])
-        finally:
-            task.cancel()
-        return _outcome(task)
-
-    def _checked(self, prompts: Batch, sampling: Sampling) -> list[list[int]]:
-        """Returns the token ids of each prompt."""
-        check_sampling(sampling, self.vocabulary.size)
+    def _check(self, sampling: Sampling) -> None:
+        super()._check(sampling)
         if why := refused_temperature(sampling.temperature, "http"):
             raise ConfigError(f"rollout: temperature={sampling.temperature}; {why}.")
-        return prompt_ids(prompts, self._longest, self.vocabulary.size)
 
-    def _begun(self, request: _Request) -> asyncio.Task[Sample]:
-        if self._closed:
-            raise Aborted("rollout: the engine was closed.")
-        task = asyncio.get_running_loop().create_task(self._drawn(request))
-        self._samples.add(task)
-        task.add_done_callback(self._ended)
-        return task
+    async def _ready(self) -> None:
+        """Gives the servers the weights of ``model``, unless a sync has brought others."""
 
-    def _ended(self, task: asyncio.Task[Sample]) -> None:
-        self._samples.discard(task)
-        self._drawing.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever waits for the first error waits for no other
+        async def work() -> None:
+            if self._current is None:
+                await self._load(await self._shared(None, 0), 0)
 
-    async def _drawn(self, request: _Request) -> Sample:
+        if self._current is None:
+            await self._gate.alone(work)
+
+    async def _draw(self, request: Request) -> Sample:
         """Draws a sample, on other servers if it fails."""
-        async with self._gate:
-            if self._weights is None:
-                await self._replace(await self._written(None, 0), 0)
-            self._drawing.add(cast("asyncio.Task[Any]", asyncio.current_task()))
         failed: list[_Server] = []
         rejected_s: float | None = None
         while True:
-            server = await self._choice.take(request.home, failed)
-            weights = self._weights
+            # Groups and conversations have the beginning of their seeds in common.
+            server = await self._choice.take(request.seed[:2], failed)
             try:
                 sample = await self._sampled(server, request)
             except ServerError as error:
-                if weights != self._weights:  # a sync has aborted it
-                    continue
                 if error.status in _INVALID:
                     raise DataError(
                         f"rollout: {server.client.url} refuses the prompt of group {request.group} "
@@ -229,13 +169,13 @@ class HttpRollout:
             finally:
                 self._choice.give_back(server)
 
-    async def _sampled(self, server: _Server, request: _Request) -> Sample:
+    async def _sampled(self, server: _Server, request: Request) -> Sample:
         """Draws a sample from a server, and checks that it is one of the current weights."""
-        weights, version, loads, protocol = self._weights, self.version, server.loads, server.protocol
+        weights, version, loads, protocol = self._current, self.version, server.loads, server.protocol
         assert weights is not None
         assert protocol is not None
         ends = [*self.vocabulary.ends, *request.sampling.stop_token_ids]
-        tokens, log_probs, end = await protocol.sample(request.prompt, request.sampling, ends, request.seed)
+        tokens, log_probs, end = await protocol.sample(request.prompt, request.sampling, ends, seed_of(*request.seed))
         if (label := await protocol.label()) != weights.name or loads != server.loads:
             raise ServerError(f"it holds weights '{label}', not '{weights.name}': it was restarted, or changed")
         if end not in ("stop", "length"):
@@ -247,55 +187,29 @@ class HttpRollout:
         finish: Literal["stop", "length"] = "stop" if end == "stop" or tokens[-1] in ends else "length"
         return Sample(request.group, request.index, tokens, log_probs, version, finish=finish)
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """See :meth:`~dataflow.engines.base.Writes.text`."""
-        return self.vocabulary.text(tokens)
-
-    def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
-        """See :meth:`RolloutEngine.batch`."""
-        return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
-
     # --- weights ------------------------------------------------------------------------------------------------
 
-    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Makes all servers load new weights, by Hugging Face name; a tied ``lm_head.weight`` may be left out.
-
-        A server that is out of use gets them when it answers again.
-
-        Raises:
-            DataflowError: a name is unknown or missing, a shape differs, or two tied weights differ.
-            RunError: the weights cannot be written, no server takes them, or none answers.
-        """
-        picked = self._names.pick(weights, version)
-        if self._closed:
-            raise Aborted("rollout: the engine was closed.")
-        self._syncing = asyncio.current_task()
-        try:
-            directory = await self._written(picked, version)  # while samples are still drawn
-            async with self._gate:
-                await self._replace(directory, version)
-        finally:
-            self._syncing = None
-
-    async def _written(self, weights: Mapping[str, torch.Tensor] | None, version: int) -> Path:
+    async def _shared(self, weights: Mapping[str, torch.Tensor] | None, version: int) -> Path:
+        """Writes weights, those of ``model`` for None, to a directory of their own."""
         # A thread cannot be cancelled: close() waits for it.
         work = asyncio.to_thread(write_weights, self._place, self._model, weights, version)
         self._writing = asyncio.ensure_future(work)
-        return await asyncio.shield(self._writing)
+        self._written = asyncio.shield(self._writing)
+        return await self._written
 
-    async def _replace(self, directory: Path, version: int) -> None:
-        """Replaces the weights of all servers, while the gate is held."""
-        # Otherwise the load itself aborts the samples in flight, and _drawn draws them again.
-        while self._drawing and self._in_flight == "wait":
-            await asyncio.wait(self._drawing)
-        before = self._weights, self.version
-        self._weights, self.version = directory, version
+    async def _load(self, weights: Path, version: int) -> None:
+        """Makes all servers in use load new weights. One that is out of use gets them when it answers again.
+
+        Raises:
+            RunError: no server takes them, or none answers; samples are drawn with the old ones.
+        """
+        before, self._current = self._current, weights
         try:
             given = [server for server in self._servers if server.restoring is None]
             with self._choice.held(given):
                 errors = await asyncio.gather(*map(self._given, given))
             for server, error in zip(given, errors, strict=True):
-                if isinstance(error, ConfigError) and before[0] is None:
+                if isinstance(error, ConfigError) and before is None:
                     raise error
                 if error is not None:
                     self._suspend(server, error)
@@ -307,16 +221,16 @@ class HttpRollout:
                 )
             self._choice.give_back(await self._choice.take(None))  # one that holds them
         except BaseException:
-            self._weights, self.version = before
+            self._current = before
             raise
-        await asyncio.to_thread(remove_weights, self._place, directory)
+        await asyncio.to_thread(remove_weights, self._place, weights)
 
     async def _given(self, server: _Server) -> ServerError | ConfigError | None:
         """Makes a server hold the current weights, whatever it is and held before; returns its failure."""
         weights = None
         try:
-            while weights != self._weights:  # a sync may come meanwhile
-                weights = self._weights
+            while weights != self._current:  # a sync may come meanwhile
+                weights = self._current
                 assert weights is not None
                 protocol = await connect(server.client)
                 await protocol.check(self._wanted)
@@ -357,7 +271,10 @@ class HttpRollout:
         if told:
             logger.info(f"rollout: server {server.client.url} is in use again, with the current weights.")
 
-    def _lost(self) -> RunError:
+    def _lost(self, cause: Exception) -> None:
+        """No error loses the engine: it is asked again when the run is resumed."""
+
+    def _none_left(self) -> RunError:
         return RunError(
             f"rollout: none of the {len(self._servers)} servers of engine.urls took a sample for {self._wait_s:g} s "
             f"(engine.server_wait), the last with {self._last.client.url}: {self._last.failure}; start them, then "
@@ -367,9 +284,6 @@ class HttpRollout:
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`: the servers have memory of their own."""
 
-    async def wake(self) -> None:
-        """See :meth:`RolloutEngine.wake`."""
-
     @property
     def servers(self) -> int:
         """Number of servers in use."""
@@ -377,22 +291,14 @@ class HttpRollout:
 
     async def close(self) -> None:
         """Aborts the samples in flight, closes the connections and removes the files. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        if self._written is not None:
+            self._written.cancel()
+        await self._gate.closed()
         restoring = [server.restoring for server in self._servers if server.restoring is not None]
-        syncing = [] if self._syncing is None else [self._syncing]
-        for task in (tasks := [*self._samples, *restoring, *syncing]):
+        for task in restoring:
             task.cancel()
         writing = [] if self._writing is None else [self._writing]
-        await asyncio.gather(*tasks, *writing, return_exceptions=True)
+        await asyncio.gather(*restoring, *writing, return_exceptions=True)
         for server in self._servers:
             await server.client.close()
         await asyncio.to_thread(remove_weights, self._place)
-
-
-def _outcome(task: asyncio.Task[Sample]) -> Sample:
-    """Returns the sample of a task that has ended, or raises its error."""
-    if task.cancelled():
-        raise Aborted("rollout: the samples in flight were aborted.")
-    return task.result()

@@ -238,7 +238,7 @@ class VllmRollout(Rollout):
         finally:
             task.cancel()
 
-    def _lost(self, cause: Exception) -> str:
+    def _lost(self, cause: Exception) -> str | None:
         reason = self._root_cause() if _ELSEWHERE.search(str(cause)) else ""
         return super()._lost(RuntimeError(f"its process ended: {reason}") if reason else cause)
 

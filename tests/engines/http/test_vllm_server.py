@@ -91,14 +91,14 @@ def test_the_server_follows_syncs_of_a_tied_model(url: str, paths: list[str], tm
             # Nothing is left in flight by those that are dropped, nor by a sync that aborts.
             async for _sample in engine.generate(batch, CUT, seed=4):
                 break
-            engine._in_flight = "abort"
+            engine.in_flight = "abort"
             drawing = asyncio.ensure_future(_all(engine, batch))
             await asyncio.sleep(0.05)
             await engine.sync(dict(models[1].state_dict()), 3)
             assert {sample.version for sample in await drawing} <= {2, 3}
             turn = await engine.sample(batch["prompt_ids"][0], GREEDY, (1, 2, 3))
             assert list(turn.tokens) == greedy(models[1], batch["prompt_ids"][0], R)
-            engine._longest = 50  # only the server refuses it then
+            engine.max_prompt_length = 50  # only the server refuses it then
             with pytest.raises(DataError, match=r"refuses the prompt of group 0 \(41 tokens\).*maximum context length"):
                 await engine.sample([3] * 41, GREEDY, (1, 2, 3))
         finally:
