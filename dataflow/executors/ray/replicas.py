@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, RunError, UserError
+from dataflow.executors.ray import tensors
 from dataflow.executors.ray.answers import answering, cause
 from dataflow.executors.ray.nodes import NodeRule, Places, see
 from dataflow.executors.ray.paths import SeesPaths, SharedPaths, Where
@@ -214,23 +215,12 @@ def share(weights: Mapping[str, torch.Tensor]) -> Any:
     As arrays, which Ray stores without a copy, and which are read in place.
     """
     import ray
-    import torch
 
-    plain = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    return ray.put(
-        {
-            name: (value.dtype, tuple(value.shape), value.view(-1).view(torch.uint8).numpy())
-            for name, value in plain.items()
-        }
-    )
+    return ray.put({name: tensors.sent(value.detach().cpu()) for name, value in weights.items()})
 
 
 def _weights(shared: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the weights; they are read-only."""
-    import torch
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return {
-            name: torch.from_numpy(data).view(dtype).reshape(shape) for name, (dtype, shape, data) in shared.items()
-        }
+        return {name: tensors.received(form, copies=False) for name, form in shared.items()}

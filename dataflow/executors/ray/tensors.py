@@ -34,11 +34,14 @@ def sent(tensor: Tensor) -> Any:
     return flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
 
 
-def received(form: Any) -> Tensor:
-    """Returns a tensor from its form. Its memory is its own: a write to that of Ray would kill the process."""
+def received(form: Any, copies: bool = True) -> Tensor:
+    """Returns a tensor from its form.
+
+    Its memory is its own, as a write to that of Ray would kill the process; without ``copies`` it is Ray's, to be read.
+    """
     import torch
 
     if isinstance(form, bytes):
         return pickle.loads(form)
     data, dtype, shape = form
-    return torch.from_numpy(data.copy()).view(dtype).reshape(shape)
+    return torch.from_numpy(data.copy() if copies else data).view(dtype).reshape(shape)
