@@ -222,6 +222,16 @@ def local_ray(request: pytest.FixtureRequest, _shared_ray: SharedRay) -> None:
     _shared_ray.open()
 
 
+@pytest.fixture(scope="module")
+def by_value(request: pytest.FixtureRequest, local_ray: None) -> Iterator[None]:
+    """Sends what is defined in the module itself to Ray's workers by value, as they cannot import it."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random Qwen2 (2 layers, tied embeddings) and a byte-level tokenizer for chats."""

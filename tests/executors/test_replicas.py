@@ -6,8 +6,7 @@ import asyncio
 import importlib.util
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,12 @@ from tests.engines import tiny_models
 from tests.engines.drawing import run
 from tests.rigs.processes import left
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120), pytest.mark.shares_ray]
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(120),
+    pytest.mark.shares_ray,
+    pytest.mark.usefixtures("by_value"),
+]
 
 SAMPLING = Sampling(n=2, max_tokens=3)
 
@@ -62,16 +66,6 @@ class Engine:
         return self.cancelled
 
     def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module", autouse=True)
-def by_value(local_ray: None) -> Iterator[None]:
-    from ray import cloudpickle
-
-    here = sys.modules[__name__]  # which a worker cannot import
-    cloudpickle.register_pickle_by_value(here)
-    yield
-    cloudpickle.unregister_pickle_by_value(here)
 
 
 def asking(first: Sequence[int]) -> Batch:

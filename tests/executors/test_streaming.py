@@ -227,6 +227,20 @@ def follow(responses: Batch) -> tuple[int, ...]:
     return responses.ids
 
 
+def run_two_groups(executor: Any, graph: Any) -> None:
+    """Runs a graph whose steps have the groups 0 and 1."""
+    prompts = Batch([0, 1], {"text": ["a", "b"]})
+
+    async def body() -> None:
+        try:
+            await executor.open(graph.pipeline)
+            await Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=Trace()).run()
+        finally:
+            await executor.close()
+
+    asyncio.run(asyncio.wait_for(body(), 40))
+
+
 WRONGS = {
     "number": "emits chunks 0 to 1, not 2",
     "kind": "task.emit takes the number of the chunk, then a Batch for each of responses",
@@ -250,16 +264,8 @@ def test_a_stage_that_streams_wrongly_fails_with_the_fix(executor: Any, how: str
         groups=2,
     )
 
-    async def body() -> None:
-        try:
-            await executor.open(graph.pipeline)
-            prompts = Batch([0, 1], {"text": ["a", "b"]})
-            await Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=Trace()).run()
-        finally:
-            await executor.close()
-
     with pytest.raises(StageFailed, match=WRONGS[how]):
-        asyncio.run(asyncio.wait_for(body(), 30))
+        run_two_groups(executor, graph)
 
 
 @stage(writes="responses", on="gpu", streams=True)
@@ -286,17 +292,7 @@ def test_chunks_of_a_plain_function_are_handed_on_while_it_runs(local_ray: None,
 
     stages = [each.bind(path=tmp_path / "read") for each in (waits_for_a_reader, reads_a_chunk)]
     graph = expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(stream_rollout=True), 1, 2, groups=2)
-    executor = RayExecutor(num_cpus=2)
-
-    async def body() -> None:
-        try:
-            await executor.open(graph.pipeline)
-            prompts = Batch([0, 1], {"text": ["a", "b"]})
-            await Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=Trace()).run()
-        finally:
-            await executor.close()
-
-    asyncio.run(asyncio.wait_for(body(), 40))
+    run_two_groups(RayExecutor(num_cpus=2), graph)
 
 
 @pytest.mark.heavy

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,16 @@ from dataflow.rewards.managers import build_manager
 from tests.faults.rig.samples import check, graded, run, samples
 from tests.faults.rig.server import FaultServer
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120), pytest.mark.shares_ray]
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(120),
+    pytest.mark.shares_ray,
+    pytest.mark.usefixtures("by_value"),
+]
 
 GROUPS, LIMIT = 16, 8
 ANSWERED = 21
 """Requests before the judge hangs: enough for five whole groups, whichever LIMIT requests then hang."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def by_value(local_ray: None) -> Iterator[None]:
-    from ray import cloudpickle
-
-    here = sys.modules[__name__]  # which a worker cannot import
-    cloudpickle.register_pickle_by_value(here)
-    yield
-    cloudpickle.unregister_pickle_by_value(here)
 
 
 class Host:
