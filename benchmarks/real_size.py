@@ -54,7 +54,7 @@ from dataflow.system.loopback import ray_stays_on_loopback
 from dataflow.timeline.spans import Span, Trace
 
 BOUND_S, LOAD_S, GROWTH_MB, REQUEST_B = 0.8, 10.0, 8.0, 500
-"""Memory of the run's process may grow by so many bytes a reward request, which its trace keeps, and MB besides."""
+"""Bounds: seconds exposed and of loading; the run's process may grow by MB, and by bytes for each reward request."""
 SEEN = 1024
 """Rows that the bound holds for, in thousands of prompts: a step of more rows may take longer in proportion."""
 PROMPT, LONGEST, N = 200, 1024, 5

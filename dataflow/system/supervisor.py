@@ -188,7 +188,7 @@ class _Supervisor:
             self._kill()
 
     def _kill_in(self, seconds: float) -> None:
-        """Kills the run's process after so many seconds, or at an earlier deadline."""
+        """Kills the run's process after ``seconds``, unless it is to be killed earlier."""
         at = self._loop.time() + seconds
         if self._deadline is None or at < self._deadline.when():
             self._extend(seconds)
