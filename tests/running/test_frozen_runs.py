@@ -15,6 +15,8 @@ REWARD = """
 import re, time
 from pathlib import Path
 
+import torch  # before the watch begins: the worker imports it anyway, and an import keeps the lock for seconds
+
 HERE = Path(__file__).parent
 
 def compute_score(solution_str, ground_truth, **_):
@@ -37,7 +39,6 @@ def test_an_agent_that_freezes_three_times_ends_the_run(tmp_path: Path, capsys: 
     reward = (f"custom_reward_function.path={tmp_path / 'reward.py'}", "reward.frozen_after=5", "reward.concurrency=1")
     assert main(["run", PIPELINE, *small, *plain, *reward, f"runs={tmp_path / 'runs'}", "executor=ray"]) == 1
     said = capsys.readouterr().err
-    # 5 s, as the process imports torch meanwhile, which keeps the lock for a second.
     # The agent was rebuilt twice; each time the log has the stacks of all its threads.
     stacks = said.split("'reward' froze; its threads were at:\n")[1:]
     assert len(stacks) == 3
