@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import statistics
@@ -244,7 +243,6 @@ def load(count: int) -> float:
     from dataflow.models.tiny import tiny_model
 
     sys.path.insert(0, str(ROOT))
-    from dataflow.data.chats import chats_ahead
     from dataflow.data.prompts import load_prompts, read_problems
     from pipelines.gsm8k_grpo import Config
 
@@ -270,8 +268,7 @@ def load(count: int) -> float:
             model={"path": str(tiny_model())},
         )
         begin = time.perf_counter()
-        with chats_ahead(config.model.path) or contextlib.nullcontext() as chats:
-            train, _val = load_prompts(config, *read_problems(config.data), chats=chats)
+        train, _val = load_prompts(config, *read_problems(config.data))
         train.batch(1)
         return time.perf_counter() - begin
 

@@ -20,8 +20,8 @@ from pydantic import Field, PositiveInt
 
 from dataflow.config.run import ModelConfig, RunConfig, TrainerConfig
 from dataflow.config.toy import toy_trainer
-from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Hosted, Pipeline
+from dataflow.models.tokenizer import check_same_tokens
 from dataflow.rewards.gsm8k import compute_score
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages

@@ -25,19 +25,18 @@ from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.config.toy import toy_critic, toy_trainer
 from dataflow.config.training import critic as critic_keys
 from dataflow.config.training.critic import CriticConfig
-from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Pipeline
-from dataflow.models.tiny import check_model
+from dataflow.models.directory import check_model
+from dataflow.models.tokenizer import check_same_tokens
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
 from dataflow.running.services.hosting import critic_host, pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
+from dataflow.stages.critic import critic_update, values
 from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import critic_update
-from dataflow.stages.values import values
 
 
 class Config(RunConfig):

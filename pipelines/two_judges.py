@@ -29,10 +29,10 @@ from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
 from dataflow.running.services.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
+from dataflow.stages.combine import combine_stage
 from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import agent_stages, val_score
 from dataflow.stages.samples import sample_stages
-from dataflow.stages.scoring.combine import combine_stage
 from dataflow.stages.sync import gather_weights, sync_weights
 
 RULE = "dataflow.rewards.gsm8k:compute_score"

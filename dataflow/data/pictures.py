@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,23 @@ from dataflow.errors import DataError, an
 MARK = "<image>"
 """The place of an image in the text of a message."""
 _OTHERS = ("<video>", "<audio>")
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """What a model that takes images reads of a prompt beside its token ids. The rows of a group share one.
+
+    Attributes:
+        inputs: ``pixel_values`` float32 ``[patches, values]`` and ``image_grid_thw`` int64 ``[images, 3]``, as verl's
+            ``multi_modal_inputs``; empty for a prompt without images.
+        positions: of the prompt's tokens in time, height and width, int64 ``[3, tokens]``.
+    """
+
+    inputs: Mapping[str, Any]
+    positions: Any
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Shown:
+        return self  # nothing changes it, and pixels are large
 
 
 def images_of(row: Mapping[str, Any], key: str, label: str, home: Path) -> list[dict[str, Any]]:
@@ -70,14 +89,17 @@ def opened(images: Sequence[Mapping[str, Any]], label: str) -> list[Any]:
 
 
 def with_pictures(chat: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the messages with the pictures in their places, by verl; text stays text without any."""
-    from types import SimpleNamespace
-
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-
-    keys = SimpleNamespace(image_key="images", video_key="videos", audio_key="audios", processor=True)
-    example = {"prompt": [dict(message) for message in chat], "images": list(pictures)}
-    found: list[dict[str, Any]] = RLHFDataset._build_messages(keys, example, key="prompt")
+    """Returns the messages with the pictures in their places, as verl's data set does; text stays text without any."""
+    left, found = iter(pictures), []
+    for message in chat:
+        content = message["content"]
+        if pictures and isinstance(content, str):
+            content = [
+                {"type": "image", "image": next(left)} if part == MARK else {"type": "text", "text": part}
+                for part in re.split(f"({MARK})", content)
+                if part
+            ]
+        found.append({**message, "content": content})
     return found
 
 

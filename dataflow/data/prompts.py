@@ -1,14 +1,15 @@
 """The prompts of a run: GSM8K's JSONL, verl's parquet or generated problems, as one batch per step.
 
-Every row is checked and measured before the first step. A step's batch depends only on the data, the seed and the step;
-the order is verl's.
+Every row is checked and tokenized before the first step. A step's batch depends only on the data, the seed and the
+step; the order is verl's.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,30 +17,25 @@ import numpy as np
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.data.chats import ChatProcess, Chats, Refused, chats_of
-from dataflow.data.order import steps
-from dataflow.data.pictures import opened, with_pictures
-from dataflow.data.rows import IMAGES, first_line, load_rows, verl_rows
-from dataflow.data.shown import Shown
-from dataflow.data.tokenize import DESCRIBED, truncate
+from dataflow.data.pictures import Shown, opened, with_pictures
+from dataflow.data.rows import IMAGES, load_rows, verl_rows
 from dataflow.errors import ConfigError, DataError, ModelError, counted
 from dataflow.files import sha256_of
 from dataflow.models.directory import Room, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
-from dataflow.usercode.copies import own_copy
+from dataflow.models.tokenizer import DESCRIBED, load_chat_tokenizer, prompt_ids
 
-_LEAST_CHARACTERS = 2**16
-"""Prompts of fewer characters are always tokenized, as a tokenizer may drop or join characters."""
-
-# Problems are generated from a fixed seed, so that the held-out ones are the same for runs of all seeds.
 PROBLEM_SEED = 0
+"""Of the generated problems, so that the held-out ones are the same for runs of all seeds."""
+_TOGETHER = 1024
+"""Chats that are tokenized in one call, which uses all cores."""
 
 
 class Problems(NamedTuple):
-    """Rows of one file (or generated ones), their labels in messages, and the file's name."""
+    """Rows of one or more files (or generated ones), their labels in messages, and the name of all."""
 
     rows: list[dict[str, Any]]
-    labels: list[str] | None
+    labels: list[str]
     name: str
 
 
@@ -49,32 +45,26 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
     Raises:
         DataError: a file is missing or holds a bad row.
     """
-    if not data.train or not data.val:
-        from dataflow.models.problems import generate
+    from dataflow.models.problems import generate
 
-        made = generate(0 if data.train else data.train_size, 0 if data.val else data.val_size, PROBLEM_SEED)
+    made = generate(0 if data.train else data.train_size, 0 if data.val else data.val_size, PROBLEM_SEED)
     found = []
-    for part, given in enumerate((data.train, data.val)):
+    for given, problems, part in zip((data.train, data.val), made, ("train", "held-out"), strict=True):
         if not given:
-            name = f"generated {'held-out' if part else 'train'} problems"
-            found.append(Problems(verl_rows(made[part], name), None, name))
+            name = f"generated {part} problems"
+            labels = [f"{name}, row {at}" for at in range(1, len(problems) + 1)]
+            found.append(Problems(verl_rows(problems, labels), labels, name))
             continue
-        rows, labels = [], []
         paths = [given] if isinstance(given, str) else given
-        for path in paths:
-            of_file, its_labels = load_rows(Path(path).expanduser(), data.image_key)
-            rows += of_file
-            labels += its_labels
+        files = [load_rows(Path(path).expanduser(), data.image_key) for path in paths]
+        rows = [row for of_file, _labels in files for row in of_file]
+        labels = [label for _rows, of_file in files for label in of_file]
         found.append(Problems(rows, labels, ", ".join(paths)))
     return found[0], found[1]
 
 
 def load_prompts(
-    config: Any,
-    train: Problems,
-    val: Problems,
-    schemas: Sequence[Mapping[str, Any]] | None = None,
-    chats: ChatProcess | None = None,
+    config: Any, train: Problems, val: Problems, schemas: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[PromptSource, PromptSource]:
     """Returns the prompts of a run, training and held-out.
 
@@ -82,43 +72,44 @@ def load_prompts(
         config: a RunConfig whose ``model.path`` is a local directory.
         train, val: the problems.
         schemas: JSON schemas of the tools that the chat template describes in each prompt; None without tools.
-        chats: the process of the model's tokenizer, which the caller ends; None starts one if it is needed.
 
     Raises:
         ConfigError: a prompt with the longest response does not fit into one pass of the trainer.
         DataError: a prompt is too long, or there are too few.
         ModelError: the tokenizer cannot be loaded or has no chat template.
     """
-    room = (room_of(config.model.path), config.response_length)
-    options = config.data.apply_chat_template_kwargs
-    processor = Processor(config.model.path, options) if takes_images(config.model.path) else None
-    of = [(train, config.data.prompts + config.extra_groups), (val, 1)]
-    with contextlib.ExitStack() as stack:
-        reader = chats or chats_of(config.model.path, options)
-        if isinstance(reader, ChatProcess) and reader is not chats:
-            stack.enter_context(reader)
-        sources = [
-            PromptSource(p.rows, reader, config.data, config.seed, n, p.name, p.labels, schemas, room, processor)
-            for p, n in of
-        ]
-    if (most := config.trainer.max_tokens_per_gpu) is not None:
-        sources[0].check_pass(most, config.response_length)
-    return sources[0], sources[1]
+    path, data = config.model.path, config.data
+    tokenizer = load_chat_tokenizer(path, data.apply_chat_template_kwargs)
+    processor = Processor(path, data.apply_chat_template_kwargs) if takes_images(path) else None
+    train_source, val_source = (
+        PromptSource(problems, tokenizer, data, config.seed, size, schemas, processor)
+        for problems, size in ((train, data.prompts + config.extra_groups), (val, 1))
+    )
+    train_source.check_fits(room_of(path), config.response_length, config.trainer.max_tokens_per_gpu)
+    val_source.check_fits(room_of(path), config.response_length)
+    return train_source, val_source
+
+
+@dataclass
+class _Prompt:
+    """A row with its label in messages and its token ids, int32; ``cut`` if ``data.truncation`` has shortened them."""
+
+    row: Mapping[str, Any]
+    label: str
+    ids: np.ndarray
+    cut: bool = False
 
 
 class PromptSource:
-    """Draws the prompts of each step from rows, in an order given by the seed.
+    """Draws the prompts of each step from problems, in an order given by the seed.
 
     Args:
-        rows: in verl's schema.
-        tokenizer: with a chat template, or what turns chats into ids with one.
+        problems: in verl's schema.
+        tokenizer: with a chat template.
         data: the options ``max_prompt_length``, ``truncation``, ``filter_overlong_prompts``, ``shuffle``.
         seed: of the order.
         prompts: number per step.
-        name: of the file, for messages.
-        labels: of the rows, for messages; their numbers if None.
         schemas: JSON schemas of the tools that the chat template describes in each prompt.
-        room: positions and vocabulary of the model, and the longest response in tokens.
         processor: of a model that takes images; None for another.
 
     Raises:
@@ -128,139 +119,114 @@ class PromptSource:
 
     def __init__(
         self,
-        rows: Sequence[dict[str, Any]],
+        problems: Problems,
         tokenizer: Any,
         data: Any,
         seed: int,
         prompts: int,
-        name: str = "data",
-        labels: Sequence[str] | None = None,
         schemas: Sequence[Mapping[str, Any]] | None = None,
-        room: tuple[Room, int] = (Room(None, None), 0),
         processor: Processor | None = None,
     ) -> None:
-        self.name = name
-        self._labels = labels
-        self._seed, self._shuffle, self._prompts = seed, data.shuffle, prompts
-        self._uncounted: set[int] = set()
-        self._cut: set[int] = set()
+        self.name = problems.name
+        self._seed, self._shuffle, self._size = seed, data.shuffle, prompts
         self._processor = processor
         self._meta = {DESCRIBED: True} if schemas else {}
-        self._shows = [bool(row.get(IMAGES)) for row in rows]
-        chats = tokenizer if isinstance(tokenizer, Chats | ChatProcess) else Chats(tokenizer)
-        ids = self._tokenized(rows, chats, data, schemas)
-        kept = self._fit(ids, data)
-        self.rows = [rows[i] for i in kept]
-        self._ids = [ids[i] for i in kept]
-        self._origin = [self._label(i) for i in kept]
-        self._check_room(kept, *room)
-        if len(self.rows) < prompts:
+        ids = self._tokenized(problems, tokenizer, schemas)
+        whole = [_Prompt(*each) for each in zip(problems.rows, problems.labels, ids, strict=True)]
+        self._prompts = self._fitting(whole, data)
+        if len(self) < prompts:
             raise DataError(
-                f"{name}: {len(self.rows)} prompts are fewer than the {prompts} of a step; give more data "
-                "or a smaller data.prompts."
+                f"{self.name}: {len(self)} prompts are fewer than the {prompts} of a step; give more data or a smaller "
+                "data.prompts."
             )
-        self._batches: Iterator[list[int]] = iter(())
-        self._step = 0
-        self._last: Batch | None = None
+        self._cut = any(prompt.cut for prompt in self._prompts)
+        self._epoch = -1  # the one whose order is known
+        self._order: Sequence[int] = range(len(self))
+        self._generator: Any = None
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._prompts)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return max(map(len, self._ids), default=0)
+        return max((len(prompt.ids) for prompt in self._prompts), default=0)
 
     def digests(self, limit: int | None = None) -> tuple[str, str]:
-        """Returns the SHA-256 of the first ``limit`` rows that were kept, images included, and of their token ids.
-
-        It takes some seconds a gigabyte, a small part of what reading and tokenizing them takes.
-        """
+        """Returns the SHA-256 of the first ``limit`` rows that were kept, images included, and of their token ids."""
         content, tokens = hashlib.sha256(), hashlib.sha256()
-        for row, ids in zip(self.rows[:limit], self._ids[:limit], strict=True):
-            images = row.get(IMAGES) or ()
-            # A text has one representation, unlike a pickle of it. Half a surrogate pair has no UTF-8.
-            text = repr({name: value for name, value in row.items() if name != IMAGES})
-            content.update(text.encode(errors="backslashreplace"))
-            for image in images:
+        for prompt in self._prompts[:limit]:
+            # A text has one representation, unlike a pickle of it.
+            content.update(repr({name: value for name, value in prompt.row.items() if name != IMAGES}).encode())
+            for image in prompt.row.get(IMAGES) or ():
                 content.update(image.get("bytes") or sha256_of(image["path"]).encode())
-            tokens.update(len(ids).to_bytes(4) + ids.tobytes())
+            tokens.update(len(prompt.ids).to_bytes(4) + prompt.ids.tobytes())
         return content.hexdigest(), tokens.hexdigest()
 
-    def check_pass(self, most: int, response: int) -> None:
-        """Checks that each prompt fits into one pass of the trainer, with a response of up to ``response`` tokens.
+    def check_fits(self, room: Room, response: int, most: int | None = None) -> None:
+        """Checks that the model can read each prompt with a response of up to ``response`` tokens.
+
+        Args:
+            room: positions and vocabulary of the model.
+            response: the longest, in tokens.
+            most: tokens that one pass of the trainer takes; None for any number.
 
         Raises:
-            ConfigError: one does not.
+            DataError: it is longer than the model can read.
+            ModelError: the model has fewer tokens than the tokenizer.
+            ConfigError: it does not fit into one pass of the trainer.
         """
-        longest = max(range(len(self._ids)), key=lambda row: len(self._ids[row]), default=None)
-        if longest is None or (tokens := len(self._ids[longest])) + response <= most:
-            return
-        raise ConfigError(
-            f"trainer.max_tokens_per_gpu={most}: {self._origin[longest]}: the prompt's {tokens} tokens and a response "
-            f"of up to {response} are more than one pass takes; give at least {tokens + response}."
-        )
-
-    def _label(self, row: int) -> str:
-        return self._labels[row] if self._labels else f"{self.name}, row {row + 1}"
-
-    def _check_room(self, kept: Sequence[int], room: Room, response: int) -> None:
-        highest = np.concatenate([np.zeros(1, dtype=np.int32), *self._ids]).max()
-        most = highest if room.vocabulary is None else room.vocabulary - 1
-        for row, ids in zip(kept, self._ids, strict=True):
-            if room.positions is not None and len(ids) + response > room.positions:
+        for prompt in self._prompts:
+            tokens, highest = len(prompt.ids), prompt.ids.max(initial=0)
+            needs = f"{prompt.label}: the prompt's {tokens} tokens and a response of up to {response} are more than"
+            if room.positions is not None and tokens + response > room.positions:
                 raise DataError(
-                    f"{self._label(row)}: the prompt's {len(ids)} tokens and a response of up to {response} are more "
-                    f"than the {room.positions} tokens that the model can read; lower engine.max_tokens (or "
+                    f"{needs} the {room.positions} tokens that the model can read; lower engine.max_tokens (or "
                     "tools.max_response_tokens), or cut prompts with data.max_prompt_length and data.truncation."
                 )
-            if most < highest and ids.max(initial=0) > most:
+            if room.vocabulary is not None and highest >= room.vocabulary:
                 raise ModelError(
-                    f"{self._label(row)}: the tokenizer gives token {ids.max()}, but the model has only "
-                    f"{room.vocabulary} (vocab_size in its config.json); take both from one model."
+                    f"{prompt.label}: the tokenizer gives token {highest}, but the model has only {room.vocabulary} "
+                    "(vocab_size in its config.json); take both from one model."
+                )
+            if most is not None and tokens + response > most:
+                raise ConfigError(
+                    f"trainer.max_tokens_per_gpu={most}: {needs} one pass takes; give at least "
+                    f"{self.longest + response}."
                 )
 
     def _tokenized(
-        self,
-        rows: Sequence[dict[str, Any]],
-        chats: Chats | ChatProcess,
-        data: Any,
-        schemas: Sequence[Mapping[str, Any]] | None,
+        self, problems: Problems, tokenizer: Any, schemas: Sequence[Mapping[str, Any]] | None
     ) -> list[np.ndarray]:
-        """Returns each row's token ids, int32; a row with too many characters gets limit + 1 zeros.
+        """Returns each row's token ids, int32.
 
         Raises:
-            DataError: the chat template refuses a row.
+            DataError: the chat template refuses a row, or its images cannot be read.
         """
-        limit = data.max_prompt_length
-        # Tokenizing a million characters takes 6 seconds; the number of characters shows that they are too many.
-        most = max(_LEAST_CHARACTERS, limit * chats.longest_token())
-        cut = data.truncation != "error" and not data.filter_overlong_prompts
-        found = [np.zeros(limit + 1, dtype=np.int32)] * len(rows)
-        seen: dict[int, list[dict[str, Any]]] = {}
-        for at, row in enumerate(rows):
-            if not cut and sum(len(str(message["content"])) for message in row["prompt"]) > most:
-                self._uncounted.add(at)
-                continue
-            seen[at], pictures = self._seen(row, self._label(at))
-            if self._processor is not None:
-                try:
-                    found[at] = np.array(self._processor.inputs(seen[at], pictures)[0], dtype=np.int32)
-                except Exception as error:  # of the chat template, as of a text's
-                    raise self._refused(at, f"{type(error).__name__}: {first_line(error).rstrip('.')}") from error
-        if self._processor is None:
+        found: list[np.ndarray] = []
+        for begin in range(0, len(problems.rows), _TOGETHER):
+            rows, labels = problems.rows[begin : begin + _TOGETHER], problems.labels[begin : begin + _TOGETHER]
+            seen = [self._seen(row, label) for row, label in zip(rows, labels, strict=True)]
             try:
-                for at, ids in zip(seen, chats.ids(list(seen.values()), schemas), strict=True):
-                    found[at] = ids
-            except Refused as error:
-                raise self._refused(list(seen)[error.at], error.reason) from error
+                together = None if self._processor else prompt_ids(tokenizer, [chat for chat, _ in seen], schemas)
+            except Exception:
+                together = None  # one by one, to name the chat that the template refuses
+            found += [np.array(each, dtype=np.int32) for each in together or ()]
+            for label, (chat, pictures) in zip(labels, seen, strict=True) if together is None else ():
+                try:
+                    if self._processor is not None:
+                        ids = self._processor.inputs(chat, pictures)[0]
+                    else:
+                        ids = prompt_ids(tokenizer, chat, schemas)
+                # A chat template is a program that comes with the model; it may refuse roles and raise anything.
+                except Exception as error:
+                    reason = str(error).strip().partition("\n")[0].rstrip(".")
+                    raise DataError(
+                        f"{label}: the model's chat template cannot write this prompt ({type(error).__name__}: "
+                        f"{reason}); give another prompt or model."
+                    ) from error
+                found.append(np.array(ids, dtype=np.int32))
         return found
-
-    def _refused(self, at: int, reason: str) -> DataError:
-        return DataError(
-            f"{self._label(at)}: the model's chat template cannot write this prompt ({reason}); give another prompt or "
-            "model."
-        )
 
     def _seen(self, row: Mapping[str, Any], label: str) -> tuple[list[dict[str, Any]], list[Any]]:
         """Returns the messages of a row with its images in their places, and the images.
@@ -279,106 +245,107 @@ class PromptSource:
         pictures = opened(images, label)
         return with_pictures(row["prompt"], pictures), pictures
 
-    def _fit(self, ids: list[np.ndarray], data: Any) -> list[int]:
-        """Truncates overlong prompts in place or drops them; returns the indices of the remaining rows."""
+    def _fitting(self, prompts: list[_Prompt], data: Any) -> list[_Prompt]:
+        """Returns the prompts with at most ``data.max_prompt_length`` tokens; longer ones are dropped or cut.
+
+        Raises:
+            DataError: one is longer, and shall be neither; or all would be dropped.
+        """
         limit = data.max_prompt_length
-        long = [i for i, tokens in enumerate(ids) if len(tokens) > limit]
-        if not long:
-            return list(range(len(ids)))
-        if data.filter_overlong_prompts:
-            if len(long) == len(ids):
+        long = [prompt for prompt in prompts if len(prompt.ids) > limit]
+        if long and data.filter_overlong_prompts:
+            if len(long) == len(prompts):
                 raise DataError(f"{self.name}: every prompt is longer than data.max_prompt_length={limit} tokens.")
-            logger.info(f"{self.name}: left out {len(long)} of {counted(len(ids), 'prompt')} over {limit} tokens")
-            gone = set(long)
-            return [i for i in range(len(ids)) if i not in gone]
-        shows = next((i for i in long if self._shows[i]), None)
-        if shows is not None and data.truncation != "error":
+            logger.info(f"{self.name}: left out {len(long)} of {counted(len(prompts), 'prompt')} over {limit} tokens")
+            return [prompt for prompt in prompts if len(prompt.ids) <= limit]
+        shows = [prompt for prompt in long if prompt.row.get(IMAGES)]
+        if long and (shows or data.truncation == "error"):
+            first = (shows or long)[0]
+            cut = "an image cannot be cut, so set " if shows else "set data.truncation=left|right|middle or "
             raise DataError(
-                f"{self._label(shows)}: the prompt has {len(ids[shows])} tokens with those of its images, more than "
-                f"data.max_prompt_length={limit}, and an image cannot be cut; raise it, or set "
-                "data.filter_overlong_prompts=true."
+                f"{first.label}: the prompt has {len(first.ids)} tokens, more than data.max_prompt_length={limit} (as "
+                f"have {len(long)} of {len(prompts)}, the longest {max(len(prompt.ids) for prompt in long)}); raise it "
+                f"({cut}data.filter_overlong_prompts=true)."
             )
-        if data.truncation == "error":
-            longest = max(len(ids[i]) for i in long)
-            least = "over " if self._uncounted.intersection(long) else ""
-            longest -= bool(least)
-            cut = "" if shows is not None else "data.truncation=left|right|middle or "
-            first = f"over {limit}" if long[0] in self._uncounted else str(len(ids[long[0]]))
-            raise DataError(
-                f"{self._label(long[0])}: the prompt has {first} tokens, more than data.max_prompt_length={limit} "
-                f"(as have {len(long)} of {len(ids)}, the longest {least}{longest}); raise it, or set "
-                f"{cut}data.filter_overlong_prompts=true."
-            )
-        self._cut.update(long)
-        for i in long:
-            ids[i] = np.array(truncate(ids[i].tolist(), limit, data.truncation), dtype=np.int32)
-        return list(range(len(ids)))
+        for prompt in long:
+            prompt.ids, prompt.cut = truncate(prompt.ids, limit, data.truncation), True
+        return prompts
 
     def batch(self, step: int) -> Batch:
         """Returns the prompts of a step; each epoch drops its last rows if they do not fill a step.
 
         Args:
-            step: counts from 1. Steps in order read one batch each; any other order reads from the start.
+            step: counts from 1.
 
         Returns:
             ``prompts`` rows, each a group of its own (0, 1, ...), with columns ``raw_prompt`` (chat
             messages), ``prompt_ids`` (token ids, unpadded), ``data_source``, ``ground_truth`` and
             ``extra_info``; for a model that takes images also ``multi_modal_inputs``
-            (:class:`~dataflow.data.shown.Shown`), and the messages of a prompt with images have parts
+            (:class:`~dataflow.data.pictures.Shown`), and the messages of a prompt with images have parts
             ``{"type": "image", "image": ...}`` with PIL's images, as verl's do. Where ``data.truncation`` has cut a
             prompt of the data, ``prompt_truncated`` says which.
-
-        Raises:
-            DataError: ``step`` is below 1.
         """
-        if step < 1:
-            raise DataError(f"{self.name}: steps count from 1, there is no step {step}.")
-        if self._last is None or step != self._step:
-            if step <= self._step or self._last is None:
-                seed = self._seed if self._shuffle else None
-                self._batches, self._step = steps(len(self), self._prompts, seed), 0
-            # A resumed run starts in the middle: reading the earlier steps again needs no state on disk.
-            while self._step < step:
-                drawn = next(self._batches)
-                self._step += 1
-            self._last = self._batch(drawn)
-        return self._last
+        epoch, at = divmod(step - 1, len(self) // self._size)
+        if self._shuffle and epoch != self._epoch:
+            self._draw(epoch)
+        return self._batch(self._order[at * self._size : (at + 1) * self._size])
+
+    def _draw(self, epoch: int) -> None:
+        """Draws the order of an epoch: that of torch's random sampler, which verl uses, with the same seed."""
+        import torch
+
+        if epoch < self._epoch or self._generator is None:
+            self._generator, self._epoch = torch.Generator().manual_seed(self._seed), -1
+        while self._epoch < epoch:
+            self._order = torch.randperm(len(self), generator=self._generator).tolist()
+            self._epoch += 1
 
     def all(self, limit: int | None = None) -> Batch:
         """Returns the first ``limit`` prompts (all if None) in the order of the file; see :meth:`batch`."""
-        return self._batch(range(len(self) if limit is None else min(limit, len(self))))
+        return self._batch(range(len(self))[:limit])
 
     def _batch(self, at: Sequence[int]) -> Batch:
-        rows = [self.rows[row] for row in at]
-        # A parquet file gives every row the keys of all rows, with None for missing values.
-        extras = [_given(own_copy(row.get("extra_info") or {})) for row in rows]
-        seen = [self._seen(row, self._origin[number]) for row, number in zip(rows, at, strict=True)]
-        more: dict[str, Any] = {"prompt_truncated": [row in self._cut for row in at]} if self._cut else {}
+        prompts = [self._prompts[number] for number in at]
+        seen = [self._seen(prompt.row, prompt.label) for prompt in prompts]
+        more: dict[str, Any] = {}
+        if self._cut:
+            more["prompt_truncated"] = [prompt.cut for prompt in prompts]
         if self._processor is not None:
             # Pixels are made for each step anew: those of all rows would take more memory than the model.
             read = [self._processor.inputs(chat, pictures) for chat, pictures in seen]
             more["multi_modal_inputs"] = [Shown(inputs, positions) for _ids, inputs, positions in read]
         return Batch(
-            range(len(extras)),
+            range(len(prompts)),
             {
                 "raw_prompt": [chat for chat, _pictures in seen],
-                "prompt_ids": [self._ids[row].tolist() for row in at],
-                "data_source": [row["data_source"] for row in rows],
-                "ground_truth": [truth_of(row) for row in rows],
-                "extra_info": extras,
+                "prompt_ids": [prompt.ids.tolist() for prompt in prompts],
+                "data_source": [prompt.row["data_source"] for prompt in prompts],
+                "ground_truth": [truth_of(prompt.row) for prompt in prompts],
+                # A parquet file gives every row the keys of all rows, with None for missing values.
+                "extra_info": [_given(copy.deepcopy(prompt.row.get("extra_info") or {})) for prompt in prompts],
                 **more,
             },
             self._meta,
         )
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def truncate(ids: np.ndarray, limit: int, side: str) -> np.ndarray:
+    """Returns ``limit`` tokens: the last ones (left), the first ones (right), or both ends (middle).
+
+    >>> truncate(np.arange(5), 3, "left").tolist(), truncate(np.arange(5), 3, "middle").tolist()
+    ([2, 3, 4], [0, 3, 4])
+    """
+    head = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
 
 
 def truth_of(row: Mapping[str, Any]) -> Any:
     """Returns a row's reference as rewards get it: text, or as in verl a list or dict of what the data has."""
-    value = own_copy(row["reward_model"]["ground_truth"])
+    value = copy.deepcopy(row["reward_model"]["ground_truth"])
     if isinstance(value, Mapping):
         return _given(value)
     return value if isinstance(value, list) else str(value)
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,212 +1,200 @@
-"""Checks the files of a Hugging Face model before anything heavy is imported or started.
+"""A model's directory, or its name on the hub: found, and checked before anything heavy is started.
 
-:func:`check_files` reads only JSON and the headers of the weights, and takes a fraction of a second;
-:func:`check_weights` builds the model without memory for its weights and compares their names and shapes
-with the headers.
+:func:`check_files` and :func:`check_head` read JSON and the headers of the weights, in a fraction of a second;
+:func:`check_weights` lets transformers build the model without memory for its weights.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import os
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
-from dataflow.errors import ModelError, nearest
-from dataflow.files import decoded
+from dataflow.errors import ModelError, NotChecked
 from dataflow.models.processor import VISION
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of weights that can be trained, under safetensors' names."""
-_TABLES = {
-    "CONFIG_MAPPING_NAMES": "models/auto/auto_mappings.py",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "models/auto/modeling_auto.py",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "models/auto/modeling_auto.py",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "models/auto/modeling_auto.py",
-}
-HEADS = {
+_ENDS: dict[str, tuple[str, ...]] = {
+    "chat": ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
     "classify": ("ForSequenceClassification",),
-    "pooling": ("ForSequenceClassification", "ForTokenClassification"),
+    "pooling": ("ForSequenceClassification", "ForTokenClassification", "RewardModel"),
 }
-"""Ends of the architectures' names that have the head which a kind of reward model needs."""
+"""Ends of the architectures' names that have the head which a kind of model needs."""
+_LEFT_OUT = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]
+"""Files of a model on the hub that nothing here reads."""
+_here_only: ContextVar[bool] = ContextVar("here_only", default=False)
 
 
-def check_files(path: Path) -> None:
-    """Checks configuration, tokenizer and weights of a causal language model, as far as their headers show.
+@contextlib.contextmanager
+def here_only() -> Iterator[None]:
+    """No model is made or downloaded in the block: one that is not on this machine yet is a ``NotChecked``."""
+    before = _here_only.set(True)
+    try:
+        yield
+    finally:
+        _here_only.reset(before)
+
+
+def only_here() -> bool:
+    """Whether this is in a block of :func:`here_only`."""
+    return _here_only.get()
+
+
+def check_model(path: str | Path, key: str = "model.path") -> Path:
+    """Returns the local directory of a model to train, or to learn from, after a check of its files.
 
     Args:
-        path: of the model's directory.
+        path: a directory, or the name of a model on the Hugging Face hub (``org/name`` or ``name``), which is then
+            downloaded, or found in the hub's cache.
+        key: of the configuration that gave it, for messages.
 
     Raises:
-        ModelError: one of them is missing, cannot be read, or belongs to another kind of model.
+        ModelError: it is missing, cannot be downloaded, is quantized, or is no language model.
+        NotChecked: it would have to be downloaded (:func:`here_only`).
     """
-    _check_present(path)
-    _check_kind(path, _json(path, "config.json"))
-    _check_json(path)
-    headers(path)
+    text, local = str(path), Path(path).expanduser()
+    if not text or not os.path.isdir(local):
+        if text and os.path.exists(local):
+            raise ModelError(f"{key}={text} is a file; give the model's directory.")
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
+            raise ModelError(f"{key}={text} does not exist; give the directory of a Hugging Face model, or a hub id.")
+        local = _downloaded(text, key)
+    if check_files(local, "chat").get("quantization_config"):
+        raise ModelError(f"model {local} is quantized, and cannot be trained; give the model that it was made from.")
+    headers(local)
+    return local
 
 
-def check_classifier(path: Path, kind: str) -> None:
-    """Checks a reward model's files as :func:`check_files` does, and that it has a head which scores.
+def _downloaded(name: str, key: str) -> Path:
+    from huggingface_hub import snapshot_download
 
-    transformers and vLLM give a model without one a head with random weights, and score with that.
-
-    Args:
-        path: of the model's directory.
-        kind: ``classify`` or ``pooling``, see :data:`HEADS`.
-
-    Raises:
-        ModelError: see there; or it has no such head.
-    """
-    config, names = _architectures(path)
-    # vLLM has reward models of its own, such as Qwen2ForRewardModel.
-    ends = (*HEADS[kind], "RewardModel") if kind == "pooling" else HEADS[kind]
-    if not any(name.endswith(ends) for name in names):
+    try:
+        return Path(snapshot_download(name, ignore_patterns=_LEFT_OUT, local_files_only=only_here()))
+    # The hub's client raises its own kinds, httpx's, ValueError and OSError; all mean the same to the user.
+    except Exception as error:
+        if only_here():
+            raise NotChecked(
+                f"{key}={name} is not on this machine; a start downloads it, and 'hf download {name}' does so now"
+            ) from error
         raise ModelError(
-            f"model {path} has no classification head: it is a {', '.join(names) or 'model without architectures'}; "
-            f"give one whose config.json names an architecture that ends in {' or '.join(ends)}, or take kind=chat."
-        )
-    _check_json(path)
-    if not config.get("quantization_config"):
-        headers(path)
+            f"{key}={name} is not a local directory, and was not found on the Hugging Face hub ({_reason(error)})."
+        ) from error
 
 
-def check_chat(path: Path) -> None:
-    """Checks a chat model's files as far as a server needs them; it may be quantized.
+def check_files(path: Path, kind: str) -> dict[str, Any]:
+    """Returns the configuration of a model, after a check that its architecture is of the kind that is needed.
+
+    transformers and vLLM give a model without the head a random one, and go on with that.
 
     Args:
         path: of the model's directory.
+        kind: ``chat`` (it writes), ``classify`` or ``pooling``.
 
     Raises:
-        ModelError: one of them is missing or cannot be read, or the model does not write.
+        ModelError: there is none or it cannot be read, or the model is of another kind.
     """
-    config, names = _architectures(path)
-    if not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
-        raise ModelError(
-            f"model {path} does not write: it is a {', '.join(names) or 'model without architectures'}; give one whose "
-            "config.json names an architecture that ends in ForCausalLM, or take kind=classify."
-        )
-    _check_json(path)
-    if not config.get("quantization_config"):
-        headers(path)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Returns the configuration in a model's directory.
-
-    Raises:
-        ModelError: there is none, or it cannot be read.
-    """
-    return _json(path, "config.json")
-
-
-def chat_template(path: Path) -> str:
-    """Returns the chat template in a model's directory, several as one text; "" if there is none.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
-    names = [name for name in ("chat_template.json", "tokenizer_config.json") if (path / name).is_file()]
-    return next((str(found) for name in names if (found := _json(path, name).get("chat_template"))), "")
-
-
-def _architectures(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns the configuration of a model that shall be served, and its architectures."""
     if not path.is_dir():
         why = "is no directory" if path.exists() else "does not exist"
         raise ModelError(f"model {path} {why}; give the directory of a Hugging Face model.")
-    _check_present(path)
-    config = _json(path, "config.json")
-    names = config.get("architectures")
-    return config, [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    config = read_json(path, "config.json")
+    names = config.get("architectures") or []
+    if not any(str(name).endswith(_ENDS[kind]) for name in names):
+        lacks, other = "does not write", ""
+        if kind != "chat":
+            lacks, other = "has no classification head", ", or take kind=chat"
+        raise ModelError(
+            f"model {path} {lacks}: it is a {', '.join(names) or 'model without architectures'}; give one whose "
+            f"config.json names an architecture that ends in {' or '.join(_ENDS[kind])}{other}."
+        )
+    return config
 
 
-def _check_present(path: Path) -> None:
-    if not (path / "config.json").is_file():
-        raise ModelError(f"model {path} has no config.json; give a directory that save_pretrained has written.")
-    if not any((path / name).is_file() for name in TOKENIZERS):
-        raise ModelError(f"model {path} has no tokenizer (tokenizer.json); save the tokenizer with the model.")
+def check_head(path: Path, kind: str) -> int | None:
+    """Checks a reward model with a head that scores.
 
+    Args:
+        path: of the model's directory.
+        kind: ``classify`` or ``pooling``.
 
-def _check_json(path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"):
-        if (path / name).is_file():
-            _json(path, name)
-
-
-def headers(path: Path) -> dict[str, tuple[list[int], str]]:
-    """Returns shape and type of each weight, from the headers of the safetensors files.
+    Returns:
+        How many numbers it answers (labels); None if only the engine that serves it knows.
 
     Raises:
-        ModelError: a file is missing, truncated or corrupt, or a weight is not a floating-point number.
+        ModelError: see :func:`check_files`; or the files hold no head, or one of another number of labels than the
+            configuration's.
     """
-    if (path / WEIGHTS).is_file():
-        found = _header(path / WEIGHTS)
-    elif (path / INDEX).is_file():
-        found = _sharded(path)
-    else:
-        pickled = next((file.name for name in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(name))), None)
-        if pickled is not None:
+    config = check_files(path, kind)
+    weights = {} if config.get("quantization_config") else headers(path)
+    if weights and all(name.startswith(("model.", "transformer.", "language_model.", "lm_head.")) for name in weights):
+        raise ModelError(
+            f"model {path}: none of its weights is that of a classification head, whatever config.json says; give a "
+            "model that was trained to score, or take kind=chat."
+        )
+    if all(name.endswith("RewardModel") for name in config["architectures"]):
+        return None  # an architecture of vLLM's own, such as Qwen2ForRewardModel
+    names, number = config.get("id2label"), config.get("num_labels")
+    labels = len(names) if isinstance(names, dict) else number if isinstance(number, int) else 2  # as transformers
+    for name in ("score.weight", "classifier.weight", "classifier.out_proj.weight"):
+        if name in weights and weights[name][0] != labels:
             raise ModelError(
-                f"model {path} has its weights in {pickled}, a pickle, which may run any code when it is read; "
-                "convert it with save_pretrained(..., safe_serialization=True)."
+                f"model {path}: its head '{name}' has {weights[name][0]} labels, and config.json {labels} (num_labels, "
+                "id2label); take both from one model."
             )
-        raise ModelError(f"model {path} has no weights ({WEIGHTS}); save them with its config.json.")
-    if not found:
-        raise ModelError(f"model {path}: its safetensors file holds no weights; save the model again.")
-    for name, (_shape, kind) in found.items():
-        if kind not in FLOATS:
+    return labels
+
+
+def headers(path: Path) -> dict[str, list[int]]:
+    """Returns the shape of each weight, from the headers of the safetensors files.
+
+    Raises:
+        ModelError: a file is missing, truncated or corrupt.
+    """
+    from safetensors import safe_open
+
+    sharded = not (path / WEIGHTS).is_file() and (path / INDEX).is_file()
+    found: dict[str, list[int]] = {}
+    for name in sorted({*read_json(path, INDEX).get("weight_map", {}).values()}) if sharded else [WEIGHTS]:
+        try:
+            with safe_open(str(path / name), framework="numpy") as held:
+                found |= {weight: list(held.get_slice(weight).get_shape()) for weight in held.keys()}  # noqa: SIM118
+        # safetensors' own error is a plain Exception; a missing file is an OSError.
+        except Exception as error:
             raise ModelError(
-                f"model {path}: weight '{name}' is of type {kind}; only {', '.join(FLOATS)} can be trained, so give "
-                "a model that is not quantized."
-            )
+                f"weights {path / name} cannot be read ({_reason(error)}); download them again, or save them by "
+                "save_pretrained."
+            ) from error
     return found
 
 
 def check_weights(path: Path) -> None:
-    """Compares the weights in the files with those of the model's architecture; warns of those that no layer takes.
+    """Checks the model's weights against its architecture; warns of those that no layer takes.
 
     Raises:
-        ModelError: no model can be built from the configuration, or a weight is missing or has another shape.
-    """
-    warn_unused(path, unused_weights(path))
-
-
-def unused_weights(path: Path) -> list[str]:
-    """Returns the names of the weights that no layer takes. Imports transformers and torch.
-
-    Raises:
-        ModelError: as of :func:`check_weights`.
+        ModelError: transformers cannot build a model from the configuration, or a weight is missing, which would be
+            random, or has another shape.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    held = {name: torch.empty(shape, device="meta") for name, shape in headers(path).items()}
     try:
-        config = AutoConfig.from_pretrained(path)
-        held = {
-            name: torch.empty(shape, dtype=torch.float32, device="meta") for name, (shape, _) in headers(path).items()
-        }
-        table: Any = (
-            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if config.model_type in VISION else MODEL_FOR_CAUSAL_LM_MAPPING
-        )
-        kind: Any = table[type(config)]
-        with without_report():
-            _model, info = kind.from_pretrained(
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        seeing = config.model_type in VISION
+        kinds: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if seeing else MODEL_FOR_CAUSAL_LM_MAPPING
+        with _without_report():
+            _model, info = kinds[type(config)].from_pretrained(
                 None,
                 config=config,
                 state_dict=held,
@@ -214,12 +202,11 @@ def unused_weights(path: Path) -> list[str]:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except ModelError:
-        raise
     # For a wrong value, the architecture's own code may raise any exception.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ModelError(f"model {path}: its config.json describes no model that can be built ({reason}).") from error
+        raise ModelError(
+            f"model {path}: transformers builds no language model from its config.json ({_reason(error)})."
+        ) from error
     if wrong := sorted(info["mismatched_keys"]):
         name, have, want = wrong[0]
         raise ModelError(
@@ -230,20 +217,15 @@ def unused_weights(path: Path) -> list[str]:
         raise ModelError(
             f"model {path}: weight '{missing[0]}' is in none of its files{_others(missing)}; save the model again."
         )
-    return sorted(info["unexpected_keys"])
-
-
-def warn_unused(path: Path, unused: list[str]) -> None:
-    """Logs a warning about weights that no layer takes, if there are any."""
-    if unused:
+    if unused := sorted(info["unexpected_keys"]):
         logger.warning(
             f"model {path}: weight '{unused[0]}' belongs to no layer that config.json describes, and is left out"
             f"{_others(unused)}"
         )
 
 
-@contextmanager
-def without_report() -> Iterator[None]:
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
     """Keeps transformers from printing a table of missing weights when it loads a model."""
     report = logging.getLogger("transformers")
     before = report.level
@@ -275,122 +257,51 @@ def room_of(path: str | Path) -> Room:
     """
     if not (Path(path) / "config.json").exists():
         return Room(None, None)
-    config = _json(Path(path), "config.json")
-    inner = config.get("text_config")
-    of = inner if isinstance(inner, dict) else config
+    config = read_json(Path(path), "config.json")
+    of = config.get("text_config") or config
 
     def number(*keys: str) -> int | None:
-        return next((value for key in keys if type(value := of.get(key)) is int and value > 0), None)
+        return next((value for key in keys if isinstance(value := of.get(key), int)), None)
 
     return Room(number("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), number("vocab_size"))
 
 
-def _check_own_code(path: Path, config: Mapping[str, Any]) -> None:
-    if config.get("auto_map"):
-        raise ModelError(
-            f"model {path} has Python code of its own (auto_map in config.json), which is not run; give a model "
-            "that is part of transformers."
-        )
+def chat_template(path: Path) -> str:
+    """Returns the chat template in a model's directory, several as one text; "" if there is none.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    names = [name for name in ("chat_template.json", "tokenizer_config.json") if (path / name).is_file()]
+    return next((str(found) for name in names if (found := read_json(path, name).get("chat_template"))), "")
 
 
-def _others(names: list[Any]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of a model's directory.
 
-
-def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
-    kind, architectures = config.get("model_type"), config.get("architectures")
-    _check_own_code(path, config)
-    if not isinstance(kind, str) or not kind:
-        raise ModelError(f"model {path}: config.json has no model_type; save the model again with save_pretrained.")
-    causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    known = _table("CONFIG_MAPPING_NAMES")
-    if kind not in causal and kind not in known:
-        guess = nearest(kind, causal) or "; install a version of transformers that has it, or give another model."
-        raise ModelError(f"model {path}: transformers has no model_type '{kind}'{guess}")
-    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
-        raise ModelError(
-            f"model {path}: config.json names no architectures, so it may not be a causal language model; "
-            'add them, such as "architectures": ["Qwen2ForCausalLM"].'
-        )
-    wanted = (VISION[kind][0],) if kind in VISION else causal.get(kind, ())
-    named = ", ".join(architectures)
-    if not set(wanted).intersection(architectures):
-        instead = f" {' or '.join(wanted)} is" if wanted else " one that ends in ForCausalLM is"
-        if kind in _table("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES") and kind not in VISION:
-            instead = f" of those that take images, {' or '.join(VISION)} is"
-        raise ModelError(f"model {path} is a {named}, which is not a causal language model;{instead} needed.")
-    # Encoders have a causal class, too; without is_decoder, their tokens attend to later ones.
-    if kind in _table("MODEL_FOR_MASKED_LM_MAPPING_NAMES") and config.get("is_decoder") is False:
-        raise ModelError(f"model {path} is a {named} with is_decoder=false, which is not a causal language model.")
-    if config.get("quantization_config"):
-        raise ModelError(f"model {path} is quantized, and cannot be trained; give the model that it was made from.")
-
-
-@lru_cache
-def _table(name: str) -> dict[str, tuple[str, ...]]:
-    """Returns one of transformers' tables of model types, without importing transformers, which takes seconds."""
-    spec = importlib.util.find_spec("transformers")
-    file = Path(spec.origin or "").parent / _TABLES[name] if spec else Path()
-    if file.is_file():
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if (
-                isinstance(node, ast.Assign)
-                and isinstance(node.targets[0], ast.Name)
-                and node.targets[0].id == name
-                and isinstance(node.value, ast.Call)
-                and node.value.args
-            ):
-                return {key: _names(value) for key, value in ast.literal_eval(node.value.args[0])}
-    module = importlib.import_module(f"transformers.{_TABLES[name].removesuffix('.py').replace('/', '.')}")
-    return {key: _names(value) for key, value in getattr(module, name).items()}
-
-
-def _names(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _json(path: Path, name: str) -> dict[str, Any]:
+    Raises:
+        ModelError: there is no such file, or it holds something else.
+    """
     try:
-        data = (path / name).read_bytes()
-        # transformers' readers refuse a byte order mark, too.
-        if data.startswith(b"\xef\xbb\xbf"):
-            raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
-        found = json.loads(decoded(data))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ModelError(f"model {path}: {name} cannot be read ({reason}); take it from the model again.") from error
+        found = json.loads((path / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"model {path} has no {name}; give a directory that save_pretrained has written.") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model {path}: {name} cannot be read ({_reason(error)}); take it from the model again."
+        ) from error
     if not isinstance(found, dict):
         raise ModelError(f"model {path}: {name} holds no JSON object; take it from the model again.")
     return found
 
 
-def _header(file: Path) -> dict[str, tuple[list[int], str]]:
-    from safetensors import safe_open
-
-    try:
-        with safe_open(str(file), framework="numpy") as held:
-            parts = {name: held.get_slice(name) for name in held.keys()}  # noqa: SIM118 - it is not a mapping
-            return {name: (list(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
-    # Its own error is a plain Exception; a directory or a file without rights is an OSError.
-    except Exception as error:
-        reason = str(error).strip().removeprefix("Error while deserializing header: ") or type(error).__name__
-        raise ModelError(f"weights {file} cannot be read ({reason}); download or save them again.") from error
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error's message, without the full stop."""
+    text = str(getattr(error, "strerror", None) or error).strip()
+    return text.partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-def _sharded(path: Path) -> dict[str, tuple[list[int], str]]:
-    shards = _json(path, INDEX).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise ModelError(f"model {path}: {INDEX} has no weight_map; take it from the model again.")
-    found: dict[str, tuple[list[int], str]] = {}
-    for shard in sorted(set(shards.values())):
-        if Path(shard).name != shard:
-            raise ModelError(f"model {path}: {INDEX} names '{shard}', which is not a file in that directory.")
-        if not (path / shard).is_file():
-            raise ModelError(f"model {path}: shard {shard} is missing; download or save the model again.")
-        held = _header(path / shard)
-        if missing := sorted(name for name, of in shards.items() if of == shard and name not in held):
-            raise ModelError(
-                f"model {path}: weight '{missing[0]}' is not in {shard}, where {INDEX} has it; save the model again."
-            )
-        found |= held
-    return found
+def _others(names: list[Any]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import ModelError, NotChecked
-from dataflow.models.directory import headers, read_config
+from dataflow.models.directory import headers, read_json
 
 _BIASED = ("qwen2", "qwen2_moe")
 """Types whose queries, keys and values have a bias whatever their configuration says."""
@@ -48,7 +48,7 @@ class Size:
 
 def count(path: Path) -> int:
     """Returns the number of weights in a model's files; raises as :func:`~dataflow.models.directory.headers` does."""
-    return sum(math.prod(shape) for shape, _kind in headers(path).values())
+    return sum(math.prod(shape) for shape in headers(path).values())
 
 
 def size_of(path: str | Path) -> Size:
@@ -61,7 +61,7 @@ def size_of(path: str | Path) -> Size:
         ModelError: the configuration cannot be read.
         NotChecked: it does not have the keys that a decoder of the usual form has.
     """
-    whole = read_config(Path(path))
+    whole = read_json(Path(path), "config.json")
     inner = whole.get("text_config")
     of: Mapping[str, Any] = inner if isinstance(inner, dict) else whole
 

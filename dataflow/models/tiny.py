@@ -8,26 +8,24 @@ collapses under GRPO.)
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import random
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ModelError, NotChecked
 from dataflow.files import cache_home
-from dataflow.models.directory import check_files
+from dataflow.models.directory import only_here
 from dataflow.models.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
-from dataflow.system.supervisor import report
+from dataflow.models.tokenizer import prompt_ids
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -83,22 +81,8 @@ class Recipe:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-_LEFT_OUT = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]
-"""Files of a model on the hub that nothing here reads."""
-_here_only: ContextVar[bool] = ContextVar("here_only", default=False)
-
 RECIPES = {"default": Recipe(), "teacher": Recipe(right=0.97, wrong=0.02, plain=0.97)}
 """Recipes by name: of the model to train, and of one that was taught the right operations, to distil from."""
-
-
-@contextlib.contextmanager
-def here_only() -> Iterator[None]:
-    """No model is made or downloaded in the block: one that is not on this machine yet is a ``NotChecked``."""
-    before = _here_only.set(True)
-    try:
-        yield
-    finally:
-        _here_only.reset(before)
 
 
 def tiny_model(
@@ -127,15 +111,16 @@ def tiny_model(
     place = home / f"tiny-{recipe.key(seed)}"
     if place.is_dir():
         return place
-    if _here_only.get():
+    if only_here():
         raise NotChecked("a tiny Qwen2, which the first start makes (about a minute)")
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _locked(home / f"{place.name}.lock"):
+        with (home / f"{place.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if the process dies
             if not place.is_dir():
-                _sweep(home, place.name)
+                for left in home.glob(f"{place.name}.part-*"):  # of a killed warm-up
+                    shutil.rmtree(left, ignore_errors=True)
                 with tempfile.TemporaryDirectory(dir=home, prefix=f"{place.name}.part-") as part:
-                    report(temporary=part)
                     _make(Path(part) / "model", recipe, seed, progress)
                     os.rename(Path(part) / "model", place)
     except OSError as e:
@@ -143,67 +128,9 @@ def tiny_model(
     return place
 
 
-def check_model(path: str | Path, key: str = "model.path") -> Path:
-    """Checks that a model exists before anything starts.
-
-    Args:
-        path: a local directory, or the name of a model on the Hugging Face hub (``org/name`` or ``name``),
-            which is then downloaded, or found in the hub's cache.
-        key: of the configuration that gave it, for messages.
-
-    Returns:
-        The local directory.
-
-    Raises:
-        ModelError: it is missing, is not a complete causal language model, or cannot be downloaded.
-        NotChecked: it would have to be downloaded (:func:`here_only`).
-    """
-    text = str(path)
-    local = Path(path).expanduser()
-    if text and os.path.isdir(local):
-        check_files(local)
-        return local
-    if text and os.path.exists(local):
-        raise ModelError(f"{key}={text} is a file; give the model's directory.")
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
-        raise ModelError(f"{key}={text} does not exist; give the directory of a Hugging Face model, or a hub id.")
-    from huggingface_hub import snapshot_download
-
-    here = _here_only.get()
-    try:
-        found = snapshot_download(text, ignore_patterns=_LEFT_OUT, local_files_only=here)
-    # The hub's client raises its own kinds, httpx's, ValueError and OSError; all mean the same to the user.
-    except Exception as e:
-        if here:
-            raise NotChecked(
-                f"{key}={text} is not on this machine; a start downloads it, and 'hf download {text}' does so now"
-            ) from e
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise ModelError(
-            f"{key}={text} is not a local directory, and was not found on the Hugging Face hub ({reason})."
-        ) from e
-    check_files(Path(found))
-    return Path(found)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a file lock, which the kernel releases if the process dies; waiting for it does not poll."""
-    import fcntl
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _sweep(home: Path, name: str) -> None:
-    """Removes files of killed warm-ups; requires the lock, so that no other process is writing any."""
-    for left in home.glob(f"{name}.part-*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
 def _make(path: Path, recipe: Recipe, seed: int, progress: Callable[[int, int], None] | None) -> None:
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, os.cpu_count() or 1))
@@ -215,23 +142,9 @@ def _make(path: Path, recipe: Recipe, seed: int, progress: Callable[[int, int], 
             warm_up(model, tokenizer, recipe, seed, progress)
     finally:
         torch.set_num_threads(threads)
-    with _quiet():
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses transformers' progress bars."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    disable_progress_bar()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
@@ -307,7 +220,7 @@ def warm_up(
     rng = random.Random(f"warm-up-{seed}")
     problems, _ = generate(recipe.problems, 0, seed)
     chances = habits(recipe, seed)
-    prompts = [chat_ids(tokenizer, problem["question"]) for problem in problems]
+    prompts = prompt_ids(tokenizer, [[{"role": "user", "content": problem["question"]}] for problem in problems])
     facts = [(a, op, b) for a in range(1, 21) for op in "+-*" for b in range(2, 10) if apply(a, op, b) is not None]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=0.0)
     ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / recipe.ramp, 1.0, recipe.ramp)
@@ -362,13 +275,6 @@ def habits(recipe: Recipe, seed: int) -> list[dict[str, float]]:
             chance = {story.ops: recipe.plain} | dict.fromkeys(others, (1 - recipe.plain) / len(others))
         chances.append(chance)
     return chances
-
-
-def chat_ids(tokenizer: Any, question: str) -> list[int]:
-    """Returns the token ids of a user's turn and the beginning of the model's turn."""
-    messages = [{"role": "user", "content": question}]
-    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return list(found)
 
 
 def _habitual(problem: dict[str, Any], chances: list[dict[str, float]], rng: random.Random) -> str:

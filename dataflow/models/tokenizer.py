@@ -1,13 +1,21 @@
-"""Loads tokenizers, and sets the options of their chat templates."""
+"""Tokenizers: loaded with their chat template's options; prompts as token ids; whether two count the same tokens."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from dataflow.errors import ConfigError, DataflowError
+from dataflow.errors import ConfigError, DataflowError, ModelError
+from dataflow.files import sha256_of
+
+DESCRIBED = "tools_described"
+"""Set in the meta of a batch of prompts whose token ids already describe the tools."""
+_TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+"""Ends of the names of a model's files beside its weights, of which trainers check the content themselves."""
 
 
 def load_tokenizer(path: str, where: str, kind: type[DataflowError] = ConfigError) -> Any:
@@ -24,11 +32,28 @@ def load_tokenizer(path: str, where: str, kind: type[DataflowError] = ConfigErro
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     # The parser of a broken file may raise any exception; that of tokenizers raises plain Exceptions.
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise kind(f"{where}: no tokenizer can be loaded from {path} ({reason}).") from error
+
+
+def load_chat_tokenizer(path: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Returns the tokenizer of the model to train.
+
+    Args:
+        path: of the model's directory.
+        options: of the template, ``data.apply_chat_template_kwargs``; all that the tokenizer renders has them.
+
+    Raises:
+        ModelError: it cannot be loaded, or has no chat template.
+        ConfigError: see :func:`with_options`.
+    """
+    tokenizer = load_tokenizer(path, "model.path", ModelError)
+    if not tokenizer.chat_template:
+        raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
+    return with_options(tokenizer, options)
 
 
 def with_options(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
@@ -47,3 +72,44 @@ def with_options(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
         )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     return tokenizer
+
+
+def prompt_ids(tokenizer: Any, chat: Sequence[Any], schemas: Sequence[Mapping[str, Any]] | None = None) -> list[Any]:
+    """Returns a chat's token ids up to where the model's answer begins.
+
+    Args:
+        tokenizer: with a chat template.
+        chat: messages with ``role`` and ``content``; or several chats, which use all cores, for the ids of each.
+        schemas: JSON schemas of the tools to describe; none if empty or None.
+    """
+    tools = {"tools": list(schemas)} if schemas else {}
+    render = tokenizer.apply_chat_template
+    return list(render(list(chat), add_generation_prompt=True, tokenize=True, return_dict=False, **tools))
+
+
+def tokenizer_sha256(model: str) -> str:
+    """Returns the SHA-256 of all files of a model's directory that say how it reads and writes texts and images."""
+    found = hashlib.sha256()
+    for file in sorted(Path(model).iterdir()):
+        if file.suffix in _TEXTS and not file.name.endswith(".index.json") and file.is_file():
+            found.update(f"{file.name} {sha256_of(file)}\n".encode())
+    return found.hexdigest()
+
+
+def check_same_tokens(actor: str, other: str, key: str) -> None:
+    """Checks that two models count the same tokens, so that one can read what the other samples.
+
+    Args:
+        actor, other: directories of the models.
+        key: the key that gave the other one.
+
+    Raises:
+        ModelError: a tokenizer cannot be loaded, or the two differ; with a token that does.
+    """
+    mine = load_tokenizer(actor, "model.path", ModelError).get_vocab()
+    theirs = load_tokenizer(other, key, ModelError).get_vocab()
+    if odd := sorted(token for token in {*mine, *theirs} if mine.get(token) != theirs.get(token)):
+        raise ModelError(
+            f"{key}={other}: its tokenizer is not that of model.path={actor} (they differ in {len(odd)} tokens, such "
+            f"as {odd[0]!r}); take a model of the same family."
+        )

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from dataflow.config.base import BaseConfig
 from dataflow.errors import RunError, UserError
-from dataflow.models.tiny import here_only
+from dataflow.models.directory import here_only
 from dataflow.running.preparing.check import Check, Checks, Finding, collect
 from dataflow.running.preparing.needs import Needs, packages
 from dataflow.running.preparing.preparation import Preparation
@@ -66,7 +66,7 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
     yield from collect(_checks(prepared))
 
 
-_PATIENT: dict[str, Any] = {"patience_s": PATIENCE_S, "keep": False}
+_PATIENT: dict[str, Any] = {"patience_s": PATIENCE_S}
 
 
 def _checks(prepared: Preparation) -> Checks:

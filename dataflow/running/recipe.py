@@ -14,7 +14,7 @@ from dataflow.rewards.models.server import Sleeper
 from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stage import Hosted, Stage
 from dataflow.stages.checkpoint import checkpoint_stages
-from dataflow.stages.scoring.normalize import with_running
+from dataflow.stages.normalize import with_running
 from dataflow.stages.update import update_stage
 
 _MADE_BY = {

@@ -10,8 +10,8 @@ from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.engines.base import Sampling
 from dataflow.errors import ConfigError, nearest
 from dataflow.stage import Read, Stage
+from dataflow.stages.reward import greedy_score
 from dataflow.stages.rollout import rollout, val_rollout
-from dataflow.stages.sampling.greedy import greedy_score
 
 
 def rollout_stages(config: Any) -> tuple[Stage, Stage]:
@@ -30,7 +30,7 @@ def rollout_stages(config: Any) -> tuple[Stage, Stage]:
     how = {"seed": config.seed, "sleeps": shared}
     if not offer.offered:
         return rollout.bind(sampling=sampling, **how), val_rollout.bind(sampling=held_out, **how)
-    from dataflow.stages.sampling.conversation import conversation, val_conversation
+    from dataflow.stages.conversation import conversation, val_conversation
     from dataflow.tools import toolbox_of
 
     talk = {
@@ -95,7 +95,7 @@ def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
 def _stop_ids(model: str | None, stop: Sequence[str]) -> tuple[int, ...]:
     if not stop or model is None:
         return ()
-    from dataflow.data.tokenize import load_chat_tokenizer
+    from dataflow.models.tokenizer import load_chat_tokenizer
 
     vocabulary = load_chat_tokenizer(model).get_vocab()
     for token in stop:

@@ -10,7 +10,7 @@ float32 are divided by a standard deviation as small as they are: up to 0.9 for 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,8 @@ from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
-from dataflow.metrics import Mean, Metric, Provisional, Sum, by_name
+from dataflow.metrics import Mean, Sum, by_name
 from dataflow.stages.rollout import CLIP_RATIO, cut_off, token_metrics
-from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
 
 if TYPE_CHECKING:
@@ -300,53 +299,15 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     return found
 
 
-class _ExplainedVariance(Metric):
-    """The share of the variance of returns that values explain, as verl computes it.
-
-    Args:
-        of: number of tokens.
-        returns, rest: mean, and sum of squared distances from it, of the returns and of what the values miss of them.
-    """
-
-    def __new__(cls, of: int, returns: tuple[float, float], rest: tuple[float, float]) -> _ExplainedVariance:
-        degrees = max(1, of - 1)
-        found = super().__new__(cls, 1.0 - rest[1] / degrees / (returns[1] / degrees + 1e-5))
-        found.moments = of, returns, rest
-        return found
-
-    moments: tuple[int, tuple[float, float], tuple[float, float]]
-
-    def __getnewargs__(self) -> Any:
-        return self.moments
-
-    @classmethod
-    def whole(cls, parts: Sequence[_ExplainedVariance]) -> float:
-        count = np.array([part.moments[0] for part in parts])
-        pooled = []
-        for at in (1, 2):
-            mean, squares = np.array([part.moments[at] for part in parts]).T
-            centre = (mean * count).sum() / count.sum()
-            pooled.append((centre, float((squares + count * (mean - centre) ** 2).sum())))
-        return float(cls(int(count.sum()), *pooled))
-
-
 def _counted(metrics: Mapping[str, Any], data: Any, samples: Batch) -> dict[str, float]:
     """Returns verl's metrics of a part with what each counts, and the mean score of each ``data_source``."""
-    mask = data["response_mask"].bool()
     whole = data["response_length"] > 0  # verl leaves a response without tokens out of scores
-    of = dict.fromkeys(("advantages", "returns", "values"), int(mask.sum()))
+    of = dict.fromkeys(("advantages", "returns", "values", "vf_explained_var"), int(data["response_mask"].sum()))
     of |= dict.fromkeys(("score", "rewards"), int(whole.sum()))
     found = {}
     for name, value in metrics.items():
         counted = int(whole.sum()) if "non_aborted" in name else of.get(name.split("/")[1], len(samples))
         found[name] = Mean(value, counted) if by_name(name) is None else float(value)
-    if "critic/vf_explained_var" in found and not mask.any():
-        found["critic/vf_explained_var"] = Provisional(metrics["critic/vf_explained_var"])
-    elif "critic/vf_explained_var" in found:
-        returns = data["returns"][mask].double()
-        rest = (data["returns"] - data["values"])[mask].double()
-        both = [(float(each.mean()), float(((each - each.mean()) ** 2).sum())) for each in (returns, rest)]
-        found["critic/vf_explained_var"] = _ExplainedVariance(len(returns), *both)
     if "data_source" in samples:
         scores, sources = data["token_level_scores"].sum(-1).numpy(), np.array(samples["data_source"], dtype=str)
         for source in np.unique(sources[whole.numpy()]):
@@ -380,3 +341,38 @@ def _rewards(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, np.nda
         check_finite(numbers, f"'{key}' (algorithm.gdpo_reward_keys)", samples, task, most=LARGEST_SCORE)
         found[key] = values
     return found
+
+
+def check_finite(
+    values: torch.Tensor,
+    what: str,
+    samples: Batch,
+    task: TaskInfo,
+    *,
+    counts: torch.Tensor | None = None,
+    most: float = 3e38,
+) -> None:
+    """Checks numbers of samples before one that is NaN makes the whole update NaN.
+
+    Args:
+        values: ``[rows]`` or ``[rows, R]``.
+        what: they are, for the message.
+        samples: of these rows.
+        task: that checks them.
+        counts: which of the numbers count, of the same shape; None for all.
+        most: the largest one.
+
+    Raises:
+        DataError: one is NaN, infinite or larger; with its sample.
+    """
+    bad = ~(values.abs() <= most)
+    bad = bad if counts is None else bad & (counts != 0)
+    if not bad.any():
+        return
+    row = int(bad.reshape(len(bad), -1).any(dim=1).nonzero()[0])
+    group = int(samples.groups[row])
+    first = samples.groups.tolist().index(group)
+    value, why = float(values[row][bad[row]].reshape(-1)[0]), "it must be a finite number"
+    if abs(value) > most:
+        why += f" of at most {most:g}, as float32 cannot hold the advantages of a larger one"
+    raise DataError(f"{task.stage}[{task.step}]: {what} of sample {row - first} of group {group} is {value:g}; {why}.")

@@ -11,8 +11,8 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Teacher
 from dataflow.graph import TaskInfo, stage
 from dataflow.metrics import Mean
+from dataflow.stages.advantage import check_finite
 from dataflow.stages.rollout import token_metrics
-from dataflow.stages.scoring.finite import check_finite
 
 
 @stage(writes="teacher_log_probs", on="teacher", role="collects")

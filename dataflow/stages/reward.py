@@ -1,4 +1,4 @@
-"""The reward stages: submit responses, collect whole groups as they are scored, score a validation."""
+"""The reward stages: submit responses, collect whole groups as they are scored, score greedy and held-out ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from dataflow.batch import Batch
 from dataflow.graph import Hosted, Stage, TaskInfo, stage
-from dataflow.reward_agent import MAIN, GroupFilter, RewardAgent, Ticket, metric
+from dataflow.reward_agent import BESIDE, MAIN, GroupFilter, RewardAgent, Ticket, metric
 from dataflow.stages.validate import accuracies, mean_scores
 
 _NOW = ("running", "waiting", "abandoned")
@@ -104,6 +104,34 @@ def agent_stages(agent: Hosted, **options: Any) -> tuple[Stage, Stage]:
     renamed = {"reward_ticket": f"{name}_ticket", "rewards": rewards_of(name)}
     request = reward_request.bind(name=f"{name}_request", renamed=renamed, agent=agent, **options)
     return request, reward_collect.bind(name=f"{name}_collect", on=name, renamed=renamed, agent=agent)
+
+
+@stage(writes="reward_baselines", on="reward")
+async def greedy_score(greedy_responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Batch:
+    """Scores the greedy responses of a step (ReMax's baselines), with the priority of its other requests.
+
+    Args:
+        greedy_responses: one a prompt.
+        agent: scores them.
+        task: takes ``reward/baseline``, the mean of the scores.
+
+    Returns:
+        A row for each group: ``reward_baselines`` float32, and under a failure rule that drops samples
+        ``baseline_kept``, bool.
+    """
+    step = f"{BESIDE}{task.step}"
+    task.note(requests=len(greedy_responses))
+    agent.submit(step, greedy_responses)
+    scores = await agent.collect(step, order="index")
+    mark_requests(scores, agent.name, task, greedy=True)
+    kept = scores.columns.get("kept")
+    if kept is None:
+        task.log({"reward/baseline": float(scores["score"].mean())})
+        return Batch(scores.groups, {"reward_baselines": scores["score"]})
+    if kept.any():
+        task.log({"reward/baseline": float(scores["score"][kept].mean())})
+    baselines = scores["score"].masked_fill(~kept, 0.0)  # NaN otherwise
+    return Batch(scores.groups, {"reward_baselines": baselines, "baseline_kept": kept})
 
 
 @stage(writes="val_scores", on="reward", role="validates")

@@ -1,6 +1,6 @@
-"""Updates of actor and critic: one optimizer step on one mini-batch. Each sample is trained exactly once per step.
+"""The actor's update: one optimizer step on one mini-batch. Each sample is trained exactly once per step.
 
-The value of the fields ``actor`` and ``critic`` is the record of the groups that the step has trained on so far.
+The value of the field ``actor``, and of ``critic``, is the record of the groups that the step has trained on so far.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.engines.base import Critic, Trainer
+from dataflow.engines.base import Trainer
 from dataflow.errors import RunError, counted
 from dataflow.graph import Latest, Stage, TaskInfo, stage
 from dataflow.metrics import Sum
@@ -164,36 +164,3 @@ def update_stage(algorithm: Any) -> Stage:
         algorithm: the options of section ``algorithm``.
     """
     return bypassing(actor_update) if algorithm.bypass_mode else actor_update
-
-
-@stage(writes="critic", on="gpu", role="trains", per_mini_batch=True)
-def critic_update(
-    responses: Batch,
-    values: Batch,
-    advantages: Batch,
-    critic: Latest,
-    *,
-    value_model: Critic,
-    groups: int,
-    max_skipped: int = 10,
-    task: TaskInfo,
-) -> TrainedGroups:
-    """Takes one optimizer step of the critic on the mini-batch's whole groups; returns the step's record of groups.
-
-    Args:
-        responses: columns of a rollout.
-        values: what the critic expected before the step's updates.
-        advantages: with ``returns``; a ``response_mask`` in them replaces that of the responses.
-        critic: the record so far; None for the initial weights.
-        value_model: holds the weights.
-        groups: prompt groups in a step.
-        max_skipped: updates that may be skipped in a row before the run ends.
-        task: takes the critic's metrics, and ``critic/skipped_updates`` of the step.
-
-    Raises:
-        RunError: a group is trained twice in a step or not at all, or too many updates were skipped.
-    """
-    batch = responses.merge(values, advantages)
-    record: Any = critic
-    trained = (record or TrainedGroups()).then(task, batch, groups)
-    return trained.after(value_model.update(batch, last=task.last), batch, task, "critic", max_skipped)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError, an
 from dataflow.models.chat import without
+from dataflow.models.tokenizer import DESCRIBED, load_chat_tokenizer, prompt_ids
 from dataflow.system.frozen import frozen_exit
 from dataflow.tools.reader import AUTO, Answers, Format, Reader, ToolCall, find_format, find_reader
 from dataflow.tools.tool import Refused, Tool, choose_tools

@@ -17,8 +17,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig, Kl, KlLoss
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.correction import correct
-from dataflow.stages.scoring.kl_penalty import kl_penalty
+from dataflow.stages.log_prob import correct, kl_penalty
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 

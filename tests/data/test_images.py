@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import io
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
 
-from dataflow.data.pictures import opened
+from dataflow.batch import Batch
+from dataflow.data.pictures import Shown, opened, with_pictures
 from dataflow.data.rows import load_rows
+from dataflow.engines.samples import with_shown
 from dataflow.errors import DataError
 
 PLAIN: dict[str, Any] = {
@@ -38,12 +42,6 @@ def write(file: Path, column: str, *values: Any) -> Path:
 def lines(file: Path, *rows: dict[str, Any]) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
-
-
-def test_a_row_that_shows_a_video_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "train.parquet", "videos", [], [{"path": "a.mp4"}])
-    with pytest.raises(DataError, match=r"row 2: the prompt has videos, which .*; leave out rows with videos\."):
-        load_rows(file)
 
 
 def test_an_empty_column_is_left_out(tmp_path: Path) -> None:
@@ -113,3 +111,30 @@ def test_an_unreadable_file_is_named(content: bytes | None, message: str, tmp_pa
 def test_bytes_that_are_no_image_are_counted_from_one() -> None:
     with pytest.raises(DataError, match=r"row 3: image 2 is no image"):
         opened([{"bytes": png()}, {"bytes": b"x"}], "f, row 3")
+
+
+def test_what_a_prompt_shows_is_kept_and_sent_once_for_all_rows_of_its_group() -> None:
+    shown = Shown({"pixel_values": torch.rand(64, 1176)}, torch.zeros(3, 4, dtype=torch.int64))
+    rows = Batch([0], {"multi_modal_inputs": [shown]}).repeat(8)
+    assert all(one is shown for one in rows["multi_modal_inputs"])
+    sent = pickle.dumps(rows, 5)
+    assert len(sent) < 1.5 * 64 * 1176 * 4
+    there = pickle.loads(sent)["multi_modal_inputs"]
+    assert all(one is there[0] for one in there)
+
+
+def test_a_response_counts_on_from_the_largest_position_of_its_prompt() -> None:
+    # Two tokens of text, an image of 2 x 2 patches, and one more of text; then a response of two tokens.
+    image = torch.tensor([[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]])
+    text = torch.tensor([[0, 0, 1, 2, 3, 4, 5, 6, 7, 8]])  # padded by one on the left
+    (found,) = with_shown(text, [Shown({}, image)], 8)
+    assert found[0].tolist() == text[0].tolist()
+    assert found[1:, 1:8].tolist() == image.tolist()
+    assert found[1:, 8:].tolist() == [[5, 6]] * 3
+
+
+def test_pictures_come_in_their_places() -> None:
+    chat = [{"role": "user", "content": "<image>Is it <image>?"}]
+    (message,) = with_pictures(chat, ["a", "b"])
+    assert [part.get("image", part.get("text")) for part in message["content"]] == ["a", "Is it ", "b", "?"]
+    assert with_pictures([{"role": "user", "content": "?"}], []) == [{"role": "user", "content": "?"}]

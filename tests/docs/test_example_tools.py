@@ -11,11 +11,11 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import parse_overrides
-from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.graph import TaskInfo
 from dataflow.models.problems import generate
 from dataflow.models.tiny import tiny_model
-from dataflow.stages.sampling.conversation import conversation
+from dataflow.models.tokenizer import load_chat_tokenizer, prompt_ids
+from dataflow.stages.conversation import conversation
 from dataflow.tools.calculator import calculator
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import ScriptedRollout, call

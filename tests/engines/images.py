@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from dataflow.batch import Batch
-from dataflow.data.prompts import PromptSource
-from dataflow.data.tokenize import load_chat_tokenizer
+from dataflow.data.prompts import Problems, PromptSource
 from dataflow.engines.weights import add_mean
 from dataflow.models.processor import Processor
+from dataflow.models.tokenizer import load_chat_tokenizer
 
 R = 6
 
@@ -42,7 +42,8 @@ def source(model: Path, rows: list[dict[str, Any]] = ROWS, *, sees: bool = True,
     options = {"max_prompt_length": 64, "truncation": "error", "filter_overlong_prompts": False, "shuffle": False}
     data = SimpleNamespace(**options | changes)
     processor = Processor(str(model)) if sees else None
-    return PromptSource(rows, load_chat_tokenizer(str(model)), data, 0, 1, "data", processor=processor)
+    problems = Problems(rows, [f"data, row {at + 1}" for at in range(len(rows))], "data")
+    return PromptSource(problems, load_chat_tokenizer(str(model)), data, 0, 1, processor=processor)
 
 
 def by_transformers(model: Path, batch: Batch) -> torch.Tensor:

@@ -10,15 +10,10 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import ModelError
+from dataflow.models.directory import check_model, check_weights
 from dataflow.models.problems import LARGEST, STORIES, generate, solve
-from dataflow.models.tiny import (
-    Recipe,
-    build_tokenizer,
-    chat_ids,
-    check_model,
-    habits,
-    tiny_model,
-)
+from dataflow.models.tiny import Recipe, build_tokenizer, habits, tiny_model
+from dataflow.models.tokenizer import prompt_ids
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.heavy
@@ -56,12 +51,6 @@ def test_problems_are_short(tokenizer):
         assert tokenizer.decode(tokenizer.encode(problem["answer"])) == problem["answer"]
 
 
-def test_chat_template_is_chatml(tokenizer):
-    assert tokenizer.decode(chat_ids(tokenizer, "Hi?")) == ("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n")
-    assert (tokenizer.eos_token, tokenizer.padding_side) == ("<|im_end|>", "left")
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-
-
 def test_the_tokenizer_from_disk_is_the_one_that_was_trained_with(short, tokenizer):
     """AutoTokenizer puts a class of its own in place of the saved one; both must cut text alike."""
     from transformers import AutoTokenizer
@@ -70,7 +59,8 @@ def test_the_tokenizer_from_disk_is_the_one_that_was_trained_with(short, tokeniz
     assert saved.get_vocab() == tokenizer.get_vocab()
     assert (saved.eos_token, saved.pad_token, saved.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
     for problem in generate(200, 0, 7)[0]:
-        assert chat_ids(saved, problem["question"]) == chat_ids(tokenizer, problem["question"])
+        chat = [{"role": "user", "content": problem["question"]}]
+        assert prompt_ids(saved, chat) == prompt_ids(tokenizer, chat)
         assert saved.encode(problem["answer"]) == tokenizer.encode(problem["answer"])
     ids = [*saved.encode("#### 5"), saved.eos_token_id]
     assert saved.decode(ids, skip_special_tokens=True) == "#### 5"
@@ -80,6 +70,7 @@ def test_the_directory_is_a_whole_model(short):
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     assert check_model(short) == short
+    check_weights(short)
     model = AutoModelForCausalLM.from_pretrained(short)
     assert model.config.tie_word_embeddings
     assert GenerationConfig.from_pretrained(short).eos_token_id == model.config.eos_token_id
@@ -104,11 +95,6 @@ def test_the_same_seed_makes_the_same_weights_and_leaves_torch_alone(short, tmp_
     assert (again / "model.safetensors").read_bytes() == (short / "model.safetensors").read_bytes()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
-
-
-def test_the_default_cache_is_the_users(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tiny_model(recipe=SHORT).parent == tmp_path / "dataflow"
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
@@ -173,45 +159,6 @@ def test_habits_are_wrong_in_two_stories_of_three_and_sum_to_one():
     assert 12 <= wrong <= 14
 
 
-def test_only_config_or_only_tokenizer_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        check_model(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"has no tokenizer \(tokenizer\.json\)"):
-        check_model(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"config\.json has no model_type"):
-        check_model(str(tmp_path))
-    with pytest.raises(ModelError, match="is a file"):
-        check_model(tmp_path / "config.json")
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("path", ["./foo", "/foo", "../foo", "foo/", "a/b/c", "~/no-such-model", "", "a b"])
-def test_a_missing_path_is_said_without_asking_the_hub(path, monkeypatch):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
-    with pytest.raises(ModelError, match=f"^model.path={re.escape(path)} does not exist"):
-        check_model(path)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["no-such-org/no-such-model", "no-such-model"])
-def test_a_hub_id_that_cannot_be_had_is_one_sentence(name):
-    with pytest.raises(ModelError, match=f"^model.path={name} is not a local directory") as caught:
-        check_model(name)
-    assert "\n" not in str(caught.value)
-    assert caught.value.__cause__ is not None
-
-
-def test_a_hub_id_gives_its_directory(short, monkeypatch):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: str(short))
-    assert check_model("org/name") == short
-
-
 @pytest.mark.timeout(600)
 def test_the_warm_up_leaves_arithmetic_right_and_operations_to_learn():
     """The real model, from the user's cache where a run has left it there."""
@@ -223,7 +170,8 @@ def test_the_warm_up_leaves_arithmetic_right_and_operations_to_learn():
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     problems = generate(0, 256, 0)[1]
-    rows = [{"input_ids": chat_ids(tokenizer, problem["question"])} for problem in problems]
+    chats = [[{"role": "user", "content": problem["question"]}] for problem in problems]
+    rows = [{"input_ids": ids} for ids in prompt_ids(tokenizer, chats)]
     prompts = tokenizer.pad(rows, return_tensors="pt")
     with torch.no_grad():
         ids = model.generate(**prompts, max_new_tokens=24, do_sample=False)

@@ -115,7 +115,7 @@ def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
         monkeypatch.setattr(bench, "timed", lambda *command: (6.0, 4.0) if bench.TRL in command else (0.1, 0.1))
         monkeypatch.setattr(bench, "started", lambda *_given: dict(found))
         assert bench.main(["--rounds", "2", "-o", str(tmp_path / "out.json")]) == (1 if seconds > 12 else 0)
-        assert bench.name_of(["python", "-P", "-m", "dataflow.data.chats"]) == "dataflow.data.chats"
+        assert bench.name_of(["python", "-P", "-m", "dataflow.rewards.judge"]) == "dataflow.rewards.judge"
         assert bench.name_of(["ray::controller.run"]) == "ray::controller"
     assert "ray::trainer" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "out.json").read_text())["hf"]) == 2

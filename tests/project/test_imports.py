@@ -28,27 +28,8 @@ def loaded(code: str, *arguments: str) -> list[str]:
             "tracker = Tracker(sys.argv[1], ['tensorboard'])\ntracker.log(1, {'loss': 0.5})\ntracker.close()",
             id="tracker",
         ),
-        pytest.param(
-            "from dataflow.data.order import steps\nassert next(steps(9, 4, 0)) != next(steps(9, 4, None))", id="order"
-        ),
         pytest.param("import dataflow.executors.ray.host, dataflow.executors.calling", id="any worker"),
     ],
 )
 def test_a_process_imports_only_what_it_needs(tmp_path: Path, code: str) -> None:
     assert loaded(code, str(tmp_path)) == []
-
-
-SESSION = """
-from dataflow.config.loading.saved import load
-from dataflow.running.reporting.progress import Progress
-from dataflow.running.resume import began
-from dataflow.running.session import Session
-arguments = [f"model.path={sys.argv[1]}", f"runs={sys.argv[2]}", "engine.rollout=hf"]
-session = began(*load("pipelines/gsm8k_grpo.py", arguments), arguments, Progress(quiet=True), Session)
-assert len(session.inputs["prompts"](1)) == 32
-"""
-
-
-@pytest.mark.heavy
-def test_a_session_is_made_without_torch(tmp_path: Path, tiny_qwen: Path) -> None:
-    assert loaded(SESSION, str(tiny_qwen), str(tmp_path)) == []

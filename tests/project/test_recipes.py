@@ -22,7 +22,7 @@ from dataflow.planning.planner import predict
 from dataflow.planning.sources.read import read_workload
 from dataflow.policy import PRESETS, expand, preset
 from dataflow.running.preparing import needs
-from tests.rigs.stand_ins import QWEN_05B, QWEN_7B, found_right, show_gpus, write_model
+from tests.rigs.stand_ins import QWEN_05B, QWEN_7B, show_gpus, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -63,7 +63,6 @@ def test_a_recipe_fits_on_the_gpus_that_it_is_for(
     show_gpus(monkeypatch, tmp_path / "bin", gpus)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-recipe-1234567890")
-    found_right(models[size], tmp_path / "cache")
     monkeypatch.setattr(needs, "cpu_memory", lambda: 512 * GIB)
     monkeypatch.setattr(needs, "free_disk", lambda place: 1000 * GIB)
     monkeypatch.setattr(needs, "check_judge", lambda urls, *_: f"{urls[0]} answers")

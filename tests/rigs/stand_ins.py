@@ -95,15 +95,6 @@ def _write_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": _TEMPLATE}))
 
 
-def found_right(model: Path, cache: Path) -> None:
-    """Remembers in a cache of the test's own that a model's weights were found right, which needs torch."""
-    from dataflow.models.checked import key_of
-
-    file = cache / "dataflow" / "checked" / f"{key_of(model)}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("[]")
-
-
 def show_gpus(patch: pytest.MonkeyPatch, place: Path, number: int, gib: int = 80, used: int = 0) -> None:
     """Makes this machine look as if it had GPUs of that much memory, and vLLM for them."""
     place.mkdir(exist_ok=True)

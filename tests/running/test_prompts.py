@@ -51,12 +51,16 @@ def test_both_engines_take_them(sections: dict[str, Any], tmp_path: Path) -> Non
     check_images(configured(tmp_path, "qwen2_vl", **sections))
 
 
+def problems(rows: list[dict[str, Any]], name: str) -> Problems:
+    return Problems(rows, [f"{name}, row {at}" for at in range(1, len(rows) + 1)], name)
+
+
 def test_data_that_the_reward_manager_cannot_score_is_refused_before_the_run() -> None:
     def checked(*truths: Any, manager: str = "sandbox") -> list[str]:
         rows = [{"reward_model": {"ground_truth": truth}} for truth in truths]
         data = {"train": "sums.jsonl", "val": "held_out.jsonl"}
         config = RunConfig.model_validate({"reward": {"manager": manager}, "data": data})
-        return check_truths(config, Problems(rows, None, "sums.jsonl"), Problems([], None, "held_out.jsonl"))
+        return check_truths(config, problems(rows, "sums.jsonl"), problems([], "held_out.jsonl"))
 
     good = {"inputs": ["1"], "outputs": ["1"]}
     with pytest.raises(DataError, match=r"sums\.jsonl, row 1: reward\.manager=sandbox: .* is an int; give"):
@@ -90,7 +94,7 @@ def test_held_out_problems_that_the_manager_cannot_score_are_refused_if_the_run_
 ) -> None:
     config = RunConfig.model_validate({"reward": {"manager": "sandbox"}, "data": data, "val": {"every": every}})
     train, val = (
-        Problems([{"reward_model": {"ground_truth": truth}}], None, name)
+        problems([{"reward_model": {"ground_truth": truth}}], name)
         for truth, name in zip(truths, ("train", "val"), strict=True)
     )
     if message is None:
@@ -132,6 +136,6 @@ def test_held_out_rows_that_are_not_evaluated_are_not_checked() -> None:
     data = {"train": "a.jsonl", "val": "b.jsonl", "val_size": 1}
     config = RunConfig.model_validate({"reward": {"manager": "sandbox", "on_failure": "drop_sample"}, "data": data})
     good, bad = ({"reward_model": {"ground_truth": truth}} for truth in (TRUTH, {"input": ["1"], "outputs": ["1"]}))
-    assert check_truths(config, Problems([good], None, "train"), Problems([good, bad], None, "val")) == []
-    (warning,) = check_truths(config, Problems([good, bad], None, "train"), Problems([good], None, "val"))
+    assert check_truths(config, problems([good], "train"), problems([good, bad], "val")) == []
+    (warning,) = check_truths(config, problems([good, bad], "train"), problems([good], "val"))
     assert "no list 'inputs' with an entry for each test case, but input, outputs. Of the first 2 rows, 1" in warning

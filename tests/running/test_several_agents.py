@@ -19,8 +19,8 @@ from dataflow.errors import PipelineError, StageFailed
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
 from dataflow.policy import PRESETS
 from dataflow.reward_agent import RewardAgent
+from dataflow.stages.combine import combine_stage
 from dataflow.stages.reward import agent_stages
-from dataflow.stages.scoring.combine import combine_stage
 from dataflow.timeline.agents import agents_of, concurrency_of, stages_of
 from dataflow.timeline.causes.attribution import pool_waits
 from dataflow.timeline.causes.culprits import culprits

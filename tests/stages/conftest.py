@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_qwen: Path) -> Any:
-    from dataflow.data.tokenize import load_chat_tokenizer
+    from dataflow.models.tokenizer import load_chat_tokenizer
 
     return load_chat_tokenizer(str(tiny_qwen))

@@ -22,7 +22,6 @@ from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.stages.checkpoint import FAILED, Snapshot, checkpoint_stages, write_checkpoint
 from dataflow.testing import check_trace, grpo_pipeline
 from dataflow.timeline.spans import Span, Trace
-from tests.rigs.benchmarks import benchmark
 from tests.rigs.costs import SteadyCosts
 from tests.rigs.critic import hosted, ppo_pipeline
 from tests.rigs.scheduling import simulate
@@ -248,18 +247,6 @@ def test_while_one_is_still_to_be_written_neither_is_copied(tmp_path: Path) -> N
     saving.store.discard(1)
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    store.keep(3, {"responses": [3]})
-    metrics = write(Toy(), store, 2, staleness=1)
-    assert metrics[FAILED] == 0
-    assert metrics["checkpoint/bytes"] > 0
-    found = store.newest()
-    assert found is not None
-    assert (found.step, found.states(), found.samples()) == (2, {"actor": 2}, {3: {"responses": [3]}})
-    assert (found.trainer / "state").read_text() == "weights"
-
-
 @pytest.mark.parametrize("step", [8, 9])
 def test_the_last_steps_need_no_samples_of_steps_that_never_come(tmp_path: Path, step: int) -> None:
     store = CheckpointStore(tmp_path)
@@ -278,18 +265,3 @@ def test_a_disk_that_fails_costs_one_checkpoint(tmp_path: Path, missing: str, ca
     assert found is not None
     assert found.step == 2
     assert not list(tmp_path.glob(".step*")), "what was written of it is removed"
-
-
-def test_the_stage_that_blocks_in_the_benchmark_saves_what_the_two_stages_save(tmp_path: Path) -> None:
-    store, trainer = CheckpointStore(tmp_path), Toy()
-    stages = hosted(grpo_pipeline().stages)
-    saves = {s.name: s for s in checkpoint_stages(stages, every=2, store=store, steps=9)}
-    with benchmark("checkpoint") as module:
-        blocks = module.blocking(saves["stage_checkpoint"], saves["write_checkpoint"])
-    task = TaskInfo(2, blocks.name)
-    asyncio.run(blocks.fn(*range(len(blocks.reads)), **{**blocks.services, "service": trainer}, task=task))
-    found = store.newest()
-    assert found is not None
-    assert found.states() == dict(zip(blocks.services["fields"], range(len(blocks.reads)), strict=True))
-    assert (found.trainer / "state").read_text() == "weights"
-    assert task.metrics[FAILED] == 0

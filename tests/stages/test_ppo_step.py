@@ -12,9 +12,9 @@ from dataflow import Carried, Hosted, Latest, Pipeline, run, stage
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig, KlControlConfig
 from dataflow.stages.advantage import advantage_stage
+from dataflow.stages.critic import critic_update, values
 from dataflow.stages.log_prob import log_prob_stages
-from dataflow.stages.update import actor_update, critic_update
-from dataflow.stages.values import values
+from dataflow.stages.update import actor_update
 
 GROUPS, N, R, STEPS = 4, 2, 3, 4
 KL = KlControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=20)

@@ -135,12 +135,6 @@ class Failing(FakeRollout):
             raise Aborted("given up")
 
 
-def test_an_error_of_the_engine_is_the_stages() -> None:
-    engine = Failing()
-    with pytest.raises(Aborted):
-        run(rollout, 4, engine, TaskInfo(1, "rollout"))
-
-
 def test_a_stage_that_is_cancelled_frees_the_engine() -> None:
     engine = FakeRollout()
 

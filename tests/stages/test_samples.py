@@ -108,21 +108,6 @@ def test_the_engine_says_which_response_was_cut_off_and_tools_words_are_not_coun
     assert found == [(2, True, "length"), (4, False, "stop")]
 
 
-def test_an_evaluation_has_no_advantages(tmp_path: Path) -> None:
-    responses, rewards, _ = batches([1, 2], n=1)
-    asyncio.run(write_val_samples.fn(responses, rewards, directory=str(tmp_path), task=TaskInfo(step=0)))
-    rows = read(file_of(tmp_path, "val", 0))
-    assert [row["response"] for row in rows] == ["1.0", "2.0"]
-    assert "advantage" not in rows[0]
-
-
-def test_the_parts_of_a_score_are_columns_of_their_own(tmp_path: Path) -> None:
-    responses, rewards, _ = batches([1, 2], n=1)
-    rewards = rewards.merge(rewards.like(judge_score=torch.tensor([0.25, 0.75])))
-    asyncio.run(write_val_samples.fn(responses, rewards, directory=str(tmp_path), task=TaskInfo(step=0)))
-    assert [row["judge_score"] for row in read(file_of(tmp_path, "val", 0))] == [0.25, 0.75]
-
-
 def test_a_score_is_written_with_the_digits_that_it_was_given_with(tmp_path: Path) -> None:
     responses, rewards, _ = batches([1, 2], n=1)
     rewards = rewards.like(score=torch.tensor([0.3, 0.1 + 0.2]), half=torch.tensor([0.7, float("nan")]))
@@ -144,18 +129,6 @@ def test_whole_groups_are_kept_by_their_ids(most: int | None, found: list[int], 
     rows = read(file_of(tmp_path, "step", 1))
     assert [row["group"] for row in rows] == [group for group in found for _ in range(2)]
     assert task.facts == {"written": len(rows), "left_out": 6 - len(rows)}
-
-
-def test_a_disk_that_fails_is_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "samples").write_text("a file where the directory should be")
-    said: list[Any] = []
-    sink = logger.add(said.append, format="{message}")
-    try:
-        asyncio.run(write_samples.fn(*batches([1]), directory=str(tmp_path / "samples"), task=TaskInfo(step=3)))
-    finally:
-        logger.remove(sink)
-    assert len(said) == 1
-    assert "step_000003.parquet cannot be written, training continues" in said[0]
 
 
 def test_a_disk_that_fills_up_leaves_no_half_of_a_file(tmp_path: Path) -> None:

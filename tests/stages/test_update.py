@@ -12,7 +12,8 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
 from dataflow.metrics import of_step
-from dataflow.stages.update import TrainedGroups, actor_update, critic_update, staleness, update_stage
+from dataflow.stages.critic import critic_update
+from dataflow.stages.update import TrainedGroups, actor_update, staleness, update_stage
 
 
 def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
@@ -23,15 +24,6 @@ def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
 
 def info(step: int = 1, part: int = 0, parts: int = 2, max_staleness: int = 0) -> TaskInfo:
     return TaskInfo(step=step, stage="actor_update", part=part, parts=parts, max_staleness=max_staleness)
-
-
-def test_each_group_trains_once_per_step():
-    trained = TrainedGroups()
-    for step in (1, 2):
-        trained = trained.then(info(step, 0), samples(0, 3), 4)
-        assert trained == TrainedGroups(step, frozenset({0, 3}))
-        trained = trained.then(info(step, 1), samples(1, 2), 4)
-        assert trained == TrainedGroups(step, frozenset(range(4)))
 
 
 def test_each_epoch_trains_each_group_once():
@@ -80,11 +72,6 @@ def test_samples_that_are_too_stale_are_refused(step, version, allowed):
         staleness(info(step, max_staleness=allowed), samples(0, version=version))
 
 
-def test_samples_from_the_future_are_refused():
-    with pytest.raises(RunError, match="are -1 steps old"):
-        staleness(info(3, max_staleness=4), samples(0, version=3))
-
-
 def test_samples_without_a_version_are_refused():
     with pytest.raises(RunError, match="carry no weights_version; did rollout stamp them"):
         staleness(info(), samples(0, version=None))
@@ -118,16 +105,6 @@ def test_an_update_trains_on_all_columns_and_logs():
     assert actor == TrainedGroups(3, frozenset(range(4)))
     names = ("advantages", "old_log_probs", "score")
     assert trainer.calls == [((2, 0), names, False), ((1, 3), names, True)]
-
-
-def test_what_was_trained_goes_with_the_actor_whatever_the_stage():
-    trainer = Trainer()
-    batch = samples(0, 1, version=0)
-    first, second = (kind.bind(trainer=trainer, groups=4) for kind in (actor_update, actor_update.bind(name="other")))
-    actor = first(batch, batch, batch, None, task=info(), **first.services)
-    with pytest.raises(RunError, match="trained twice"):
-        second(batch, batch, batch, actor, task=info(part=1), **second.services)
-    assert len(trainer.calls) == 1
 
 
 def test_dropped_samples_train_with_an_empty_mask_and_skipped_updates_add_up():
@@ -214,15 +191,6 @@ def test_advantages_are_whitened_before_the_update():
     stage = actor_update.bind(trainer=Seen(), groups=2, whiten=True)
     stage(batch, batch, advantages, None, task=info(parts=1), **stage.services)
     assert torch.equal(advantages["advantages"], torch.arange(8.0).reshape(4, 2)), "the critic's update sees them, too"
-
-
-def test_the_reference_is_read_where_the_pipeline_has_one():
-    trainer = Trainer()
-    batch = samples(0, 1, version=0)
-    run = actor_update.bind(trainer=trainer, groups=2)
-    run(batch, batch, batch, None, batch.like(ref_log_prob=[0.0] * 4), task=info(parts=1), **run.services)
-    run(batch, batch, batch, None, None, task=info(parts=1), **run.services)
-    assert ["ref_log_prob" in names for _, names, _ in trainer.calls] == [True, False]
 
 
 def test_with_bypass_mode_the_update_reads_the_responses_in_place_of_the_old_log_probs():

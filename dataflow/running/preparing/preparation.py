@@ -45,7 +45,6 @@ class Preparation:
     Args:
         config, module, progress, directory: of the run, see :class:`~dataflow.running.session.Session`.
         patience_s: seconds to wait for servers elsewhere; None waits as long as their ``start_timeout``.
-        keep: whether to remember that the model's weights were found right.
 
     Attributes:
         graph: the run's tasks, once the checks have made it.
@@ -65,7 +64,6 @@ class Preparation:
         directory: Path | None = None,
         *,
         patience_s: float | None = None,
-        keep: bool = True,
     ) -> None:
         self.config = config.model_copy(deep=True)
         self.module = module
@@ -74,7 +72,7 @@ class Preparation:
         self.schedule = self.schedule_of(directory)
         self.right: set[str] = set()
         """Names of the reward agents that were found right."""
-        self._progress, self._patience_s, self._keep = progress, patience_s, keep
+        self._progress, self._patience_s = progress, patience_s
 
     @property
     def hosts(self) -> Mapping[str, Hosted]:
@@ -166,17 +164,17 @@ class Preparation:
             model = model_of(config, source_of(config, name))
             yield Check(name, partial(self._check_agent, name, host), () if model is None else ("reward models",))
         services = hosts if built else {"rollout": None, **dict.fromkeys(self.agents)}
-        with Prompts(config, services, self._progress, self._keep) as prompts:
-            yield from prompts.checks()
-            for name in trained:  # with the models that are there now
-                yield Check(name, partial(self._check_trained, name), (name, "model"))
-            own: dict[str, Callable[[int], Any]] = {}
-            yield Check("inputs", lambda: own.update(self._own_inputs(prompts)))
-            yield from prompts.made()
-            if prompts.tokenized:
-                yield Check("data", partial(self._check_data, prompts))
-            if prompts.tokenized and built:
-                yield Check("inputs", lambda: self._take({**prompts.fields(), **own}), ("inputs",))
+        prompts = Prompts(config, services, self._progress)
+        yield from prompts.checks()
+        for name in trained:  # with the models that are there now
+            yield Check(name, partial(self._check_trained, name), (name, "model"))
+        own: dict[str, Callable[[int], Any]] = {}
+        yield Check("inputs", lambda: own.update(self._own_inputs(prompts)))
+        yield from prompts.made()
+        if prompts.tokenized:
+            yield Check("data", partial(self._check_data, prompts))
+        if prompts.tokenized and built:
+            yield Check("inputs", lambda: self._take({**prompts.fields(), **own}), ("inputs",))
         if any(model.given_urls for model in config.reward.models.values()):
             yield Check("model servers", self._check_servers)
         if config.engine.rollout == "http" and (not built or "rollout" in hosts):
@@ -220,7 +218,7 @@ class Preparation:
     def _check_models(self) -> str | None:
         assert isinstance(self.config, RunConfig)
         from dataflow.running.services.served_models import check_models
-        from dataflow.stages.scoring.normalize import normalizes
+        from dataflow.stages.normalize import normalizes
 
         pipeline, agents = self.graph.pipeline, self.agents
         check_models(self.config, agents)

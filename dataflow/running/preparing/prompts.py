@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
 from dataflow.config.training.critic import CriticConfig
 from dataflow.errors import ConfigError, DataError, NotChecked, counted
+from dataflow.models.directory import check_model, check_weights
 from dataflow.models.processor import takes_images
 from dataflow.rewards.failure import FailureRule, parse_rule
 from dataflow.rewards.managers import build_manager, scores_alone
@@ -23,9 +23,7 @@ from dataflow.running.reporting.progress import Progress
 from dataflow.running.services.hosting import check_room, circumstances
 
 if TYPE_CHECKING:
-    from dataflow.data.chats import ChatProcess
     from dataflow.data.prompts import Problems, PromptSource
-    from dataflow.models.checked import WeightsCheck
     from dataflow.tools import Toolbox
 
 _TRUTHS = 100
@@ -39,9 +37,6 @@ class Prompts:
         config: of the run; its model is settled.
         hosts: names of its services.
         progress: shows the warm-up of the default model.
-        keep: whether to remember that the model's weights were found right.
-
-    As a context manager, it ends the process of the tokenizer.
 
     Attributes:
         problems: the training and the held-out ones, once they are read.
@@ -51,20 +46,12 @@ class Prompts:
 
     FIELDS = ("prompts", "val_prompts")
 
-    def __init__(self, config: RunConfig, hosts: Collection[str], progress: Progress, keep: bool = True) -> None:
-        self._config, self._hosts, self._progress, self._keep = config, hosts, progress, keep
-        self._opened = ExitStack()
-        self._chats: ChatProcess | None = None
+    def __init__(self, config: RunConfig, hosts: Collection[str], progress: Progress) -> None:
+        self._config, self._hosts, self._progress = config, hosts, progress
         self._sources: tuple[PromptSource, PromptSource] | None = None
         self.problems: tuple[Problems, Problems] | None = None
         self.toolbox: Toolbox | None = None
         self.settled = False
-
-    def __enter__(self) -> Prompts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
 
     def checks(self) -> Checks:
         """Yields the checks of data and model."""
@@ -79,15 +66,8 @@ class Prompts:
 
     def made(self) -> Checks:
         """Yields the checks of the prompts and of the model's weights, after those of :meth:`checks`."""
-        from dataflow.models.checked import WeightsCheck
-
-        begun = list[WeightsCheck]()
-        with ExitStack() as stack:
-            if self.settled:  # in a process of its own, beside the tokenizer
-                path = Path(self._config.model.path or "")
-                yield Check("weights", lambda: begun.append(stack.enter_context(WeightsCheck(path))))
-            yield Check("prompts", self._tokenize)
-            yield Check("weights", lambda: self._wait(begun), ("model",))
+        yield Check("prompts", self._tokenize)
+        yield Check("weights", self._check_weights, ("model",))
 
     def _with_model(self) -> RunConfig:
         """Returns the configuration once its models are there."""
@@ -100,12 +80,8 @@ class Prompts:
         return check_truths(self._config, *self.problems)
 
     def _read(self) -> str:
-        from dataflow.data.chats import chats_ahead
         from dataflow.data.prompts import read_problems
 
-        options = self._config.data.apply_chat_template_kwargs
-        if (ahead := chats_ahead(self._config.model.path, options)) is not None:
-            self._chats = self._opened.enter_context(ahead)
         self.problems = read_problems(self._config.data)
         train, val = self.problems
         return f"{train.name}: {counted(len(train.rows), 'row')}; {val.name}: {len(val.rows):,}"
@@ -125,13 +101,12 @@ class Prompts:
         if config.tools.offered:
             self.toolbox = toolbox_of(config).check_model()
         schemas = None if self.toolbox is None else self.toolbox.schemas
-        self._sources = load_prompts(config, *self.problems, schemas, self._chats)
+        self._sources = load_prompts(config, *self.problems, schemas)
         most = max(source.longest for source in self._sources)
         return f"up to {most:,} tokens (data.max_prompt_length={config.data.max_prompt_length})"
 
-    def _wait(self, begun: list[WeightsCheck]) -> str:
-        self._with_model()
-        begun[0].wait(self._keep)
+    def _check_weights(self) -> str:
+        check_weights(Path(self._with_model().model.path or ""))
         return "they are those of the model's architecture"
 
     @property
@@ -149,7 +124,7 @@ class Prompts:
 
     def digests(self) -> dict[str, str]:
         """Returns hashes of what decides which samples a step or an evaluation has, by the key that gives it."""
-        from dataflow.data.tokenize import tokenizer_sha256
+        from dataflow.models.tokenizer import tokenizer_sha256
 
         assert self._sources is not None
         train, held_out = self._sources
@@ -232,8 +207,7 @@ def _check_truths(manager: Any, name: str, problems: Problems, made: str | None,
     if not bad:
         return []
     at, first = bad[0]
-    label = problems.labels[at] if problems.labels else f"{problems.name}, row {at + 1}"
-    problem = f"{label}: reward.manager={name}: {first}"
+    problem = f"{problems.labels[at]}: reward.manager={name}: {first}"
     if len(bad) == len(rows):
         fix = getattr(first, "fix", "give other data")
         raise DataError(f"{problem}; {fix if made is None else f'the row is a generated one: {made}'}.") from first
@@ -256,8 +230,6 @@ def settle(config: BaseConfig, progress: Progress) -> None:
 
 def settle_trained(config: RunConfig, name: str) -> None:
     """Does so with the model that a critic begins with, by the name of its section."""
-    from dataflow.models.tiny import check_model
-
     section = config.trained[name]
     if isinstance(section, CriticConfig) and section.path is not None:
         section.path = str(check_model(section.path, f"{name}.path"))
@@ -266,7 +238,7 @@ def settle_trained(config: RunConfig, name: str) -> None:
 def settle_models(config: RunConfig, progress: Progress) -> None:
     """Does so with the actor, and with a teacher, and chooses the engine."""
     from dataflow.engines.choice import rollout_engine, why_transformers
-    from dataflow.models.tiny import RECIPES, check_model, tiny_model
+    from dataflow.models.tiny import RECIPES, tiny_model
 
     for name in type(config).model_fields:
         model = getattr(config, name)

@@ -23,8 +23,7 @@ from dataflow.errors import ConfigError, ModelError, RunError, counted, nearest
 from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
 from dataflow.files import no_file
-from dataflow.models.directory import chat_template, check_chat, check_classifier, room_of
-from dataflow.models.head import labels_of
+from dataflow.models.directory import chat_template, check_files, check_head, headers, room_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.functions import load_reward, takes
 from dataflow.rewards.managers import scores_alone
@@ -181,10 +180,10 @@ def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
             raise ConfigError(f"model {path} {'is no directory' if path.exists() else 'does not exist'}; leave it out.")
         return
     if model.kind == "chat":
-        check_chat(path)
+        if not check_files(path, "chat").get("quantization_config"):
+            headers(path)
     else:
-        check_classifier(path, model.kind)
-        labels = labels_of(path)
+        labels = check_head(path, model.kind)
         if scores and labels not in (None, 1):
             raise ConfigError(
                 f"model {path} answers {labels} numbers (labels), where a score is one; give a model with one label, "

@@ -43,10 +43,9 @@ def check_training(options: TrainedConfig, model: str | Path | None, device: str
     if model is None or not Path(model).is_dir():
         return
     try:
-        there = headers(Path(model))
+        shapes = headers(Path(model))
     except (ModelError, OSError):
         return  # the model's own check says so
-    shapes = {name: shape for name, (shape, _kind) in there.items()}
     layers = linear_layers(shapes)
     for name in ("target_modules", "exclude_modules"):
         _check_names(getattr(lora, name), layers, f"{key}.{name}", model)

@@ -14,8 +14,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import TrainerConfig
-from dataflow.data.shown import Shown
-from dataflow.data.tokenize import load_chat_tokenizer
+from dataflow.data.pictures import Shown
 from dataflow.engines.base import Sampling
 from dataflow.engines.hf import HfRollout
 from dataflow.engines.verl.trainer import VerlTrainer
@@ -24,6 +23,7 @@ from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import check_files, check_weights
 from dataflow.models.processor import Processor
 from dataflow.models.tiny_vision import write_tiny_vision
+from dataflow.models.tokenizer import load_chat_tokenizer
 from tests.engines.images import ROWS, R, by_transformers, picture, row, source
 from tests.rigs.ranks import RankHost, free_ports
 from tests.rigs.thinking import THOUGHT, thinking_model

@@ -18,8 +18,7 @@ from dataflow.config.run import TrainerConfig
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.correction import correct
-from dataflow.stages.log_prob import old_log_prob
+from dataflow.stages.log_prob import correct, old_log_prob
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 

@@ -25,7 +25,7 @@ from dataflow.errors import ConfigError, DataflowError
 from dataflow.graph import TaskInfo
 from dataflow.metrics import of_step
 from dataflow.stages.advantage import advantage
-from dataflow.stages.correction import correct
+from dataflow.stages.log_prob import correct
 from tests.engines.verl.models import (
     ALGORITHM,
     Make,

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.data.pictures import opened
-from dataflow.data.shown import Shown
+from dataflow.data.pictures import Shown, opened
 from dataflow.engines.base import Sampling
 from dataflow.engines.vllm.engine import VllmRollout
 from dataflow.engines.vllm.images import image_input

@@ -21,7 +21,7 @@ from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.reporting.progress import Progress
 from tests.rigs.logs import logged
-from tests.rigs.stand_ins import QWEN_05B, found_right, show_gpus, write_model
+from tests.rigs.stand_ins import QWEN_05B, show_gpus, write_model
 
 ROOT = Path(__file__).parents[3]
 PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
@@ -41,7 +41,6 @@ def dry(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(dry_run._PATIENT, "patience_s", 0.1)  # no test's servers start later
-    found_right(model, tmp_path / "cache")
 
     def left() -> list[Path]:
         return sorted(path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts)  # Python's own

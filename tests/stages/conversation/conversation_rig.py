@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.data.tokenize import prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
-from dataflow.stages.sampling.conversation import conversation
+from dataflow.models.tokenizer import prompt_ids
+from dataflow.stages.conversation import conversation
 from dataflow.tools import Tool, Toolbox
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import Script, ScriptedRollout, call

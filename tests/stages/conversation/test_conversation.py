@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError
 from dataflow.graph import TaskInfo
+from dataflow.models.tokenizer import load_chat_tokenizer, prompt_ids
 from dataflow.tools import Toolbox, ToolCall, tool
 from tests.rigs.scripted_engine import ScriptedRollout, call, log_prob
 from tests.rigs.thinking import THOUGHT, thinking_model

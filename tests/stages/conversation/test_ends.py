@@ -14,8 +14,8 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sampling
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
+from dataflow.stages.conversation import Limits, conversation, conversations, val_conversation
 from dataflow.stages.rollout import CLIP_RATIO, length_metrics
-from dataflow.stages.sampling.conversation import Limits, conversation, conversations, val_conversation
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import ScriptedRollout, call
 from tests.stages.conversation.conversation_rig import (

@@ -11,13 +11,13 @@ import torch
 
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
-from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
+from dataflow.models.tokenizer import load_chat_tokenizer, prompt_ids
 from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.managers import build_manager
 from dataflow.stages.advantage import advantage
-from dataflow.stages.sampling.conversation import conversation
+from dataflow.stages.conversation import conversation
 from dataflow.tools import Toolbox
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import ScriptedRollout, call

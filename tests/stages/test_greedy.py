@@ -12,7 +12,7 @@ from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.graph import TaskInfo
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.running.sampling import greedy_stages, rollout_stages
-from dataflow.stages.sampling.greedy import greedy_score
+from dataflow.stages.reward import greedy_score
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import PipelineError
 from dataflow.graph import Read, TaskInfo, stage
 from dataflow.running.services.hosting import reward_host
-from dataflow.stages.scoring.normalize import (
+from dataflow.stages.normalize import (
     Moments,
     normalize_baselines,
     normalize_rewards,
@@ -71,7 +71,7 @@ def test_equal_scores_are_not_divided_by_their_rounding() -> None:
 
 
 def test_a_recipe_normalises_the_agent_whose_model_says_so() -> None:
-    module = load_pipeline_file(Path(__file__).parents[3] / "pipelines" / "two_judges.py")
+    module = load_pipeline_file(Path(__file__).parents[2] / "pipelines" / "two_judges.py")
     keys = ["reward.models.rm.url=http://h", "reward.models.rm.normalize=running", "rule.model=rm"]
     pipeline = module.pipeline(parse_overrides(module.Config, keys))
     assert (normalizes(pipeline.stages, "rule"), normalizes(pipeline.stages, "reward")) == (True, False)

@@ -12,8 +12,8 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import Read, TaskInfo
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.update import TrainedGroups, critic_update, whitened
-from dataflow.stages.values import values
+from dataflow.stages.critic import critic_update, values
+from dataflow.stages.update import TrainedGroups, whitened
 
 
 class Toy:
@@ -74,22 +74,6 @@ def test_dropped_samples_train_no_critic() -> None:
         critic_update(batch, toy.values(batch), dropped, None, value_model=toy, groups=6, task=task)
         assert toy.calls == [((0, 1), mask, False)]
         assert task.metrics["critic/skipped_updates"] == told
-
-
-@pytest.mark.heavy
-def test_advantages_are_whitened_over_the_tokens_of_the_mini_batch() -> None:
-    draw = torch.Generator().manual_seed(0)
-    advantages = 3 + 2 * torch.randn(6, 5, generator=draw)
-    mask = (torch.rand(6, 5, generator=draw) < 0.7).long()
-    mask[2] = 0
-    batch = Batch([0, 0, 1, 1, 2, 2], {"advantages": advantages, "response_mask": mask})
-    found = whitened(batch)["advantages"]
-    tokens = found[mask == 1]
-    assert tokens.mean().item() == pytest.approx(0, abs=1e-6)
-    assert tokens.std().item() == pytest.approx(1, abs=1e-4)
-    assert not found[mask == 0].any()
-    order = advantages[mask == 1].argsort()
-    assert torch.equal(tokens.argsort(), order)
 
 
 @pytest.mark.heavy

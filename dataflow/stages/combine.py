@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, nearest
 from dataflow.graph import Read, Stage, TaskInfo
-from dataflow.metrics import Mean, Sum
+from dataflow.metrics import Mean
+from dataflow.stages.advantage import check_finite
 from dataflow.stages.reward import rewards_of
-from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
 
 LENGTH = "length"
@@ -89,8 +87,7 @@ def combine(
         length: longest response, in tokens; one that long has the whole penalty ``weights["length"]``, a shorter one a
             share of it.
         task: takes ``reward/SOURCE/mean`` of each source, ``reward/length/mean`` (the penalty) and
-            ``reward/combined/mean``, over the samples that were not dropped; and ``reward/combined/indistinct``, the
-            step's samples of groups in which a source's scores differ by less than float32 can add to the others.
+            ``reward/combined/mean``, over the samples that were not dropped.
 
     Returns:
         The columns of the first rewards; those of the others, with the source before their names; ``score``, and its
@@ -121,28 +118,8 @@ def combine(
     score = torch.stack(parts).sum(dim=0).float()
     known = columns["kept"] if "kept" in columns else torch.ones(len(score), dtype=torch.bool)
     check_finite(score, "the combined score", first, task, counts=known, most=LARGEST_SCORE)
-    lost = _lost(torch.stack(parts)[:, known].numpy(), score[known].numpy(), first.groups[known.numpy()])
-    task.log({"reward/combined/indistinct": Sum(lost)})
     if known.any():
         means["combined"] = score
         of = int(known.sum())
         task.log({f"reward/{name}/mean": Mean(float(values[known].mean()), of) for name, values in means.items()})
     return Batch(first.groups, {**columns, "length_penalty": penalty, "score": score}, first.meta)
-
-
-def _lost(parts: np.ndarray, score: np.ndarray, groups: np.ndarray) -> int:
-    """Returns the number of samples of groups in which a part of the score differs by less than float32 adds to it.
-
-    Args:
-        parts: of the scores, ``[parts, rows]``.
-        score: their sums, float32 ``[rows]``.
-        groups: of the rows.
-    """
-    _, group, size = np.unique(groups, return_inverse=True, return_counts=True)
-    highest, lowest = np.full((len(size), len(parts)), -np.inf), np.full((len(size), len(parts)), np.inf)
-    largest = np.zeros(len(size), np.float32)
-    np.maximum.at(highest, group, parts.T)
-    np.minimum.at(lowest, group, parts.T)
-    np.maximum.at(largest, group, abs(score))
-    spread, least = highest - lowest, np.nextafter(largest, np.float32(np.inf)) - largest
-    return int(size[((spread > 0) & (spread < least[:, None])).any(axis=1)].sum())

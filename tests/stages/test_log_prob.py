@@ -1,6 +1,8 @@
-"""Rollout correction: it can be limited to stale samples, and other stages wait for it only if it corrects."""
+"""Log-probs: the stages that an algorithm needs, the correction of the rollout, and the KL in the reward."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,8 @@ import torch
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import ConfigError
-from dataflow.graph import TaskInfo
-from dataflow.stages.correction import correct, correction_stage
+from dataflow.graph import Read, TaskInfo
+from dataflow.stages.log_prob import correct, kl_penalty, log_prob_stages
 
 
 @pytest.mark.heavy
@@ -39,7 +41,7 @@ def test_stages_wait_for_a_correction_but_not_for_metrics_alone(
     keys: dict[str, str], writes: tuple[str, ...], on: str
 ) -> None:
     limits = {"rollout_rs_threshold": "0.1"} if "rollout_rs" in keys else {}
-    stage = correction_stage(AlgorithmConfig(**keys, **limits))  # type: ignore[arg-type]
+    _old, stage = log_prob_stages(AlgorithmConfig(**keys, **limits), trainer=None)  # type: ignore[arg-type]
     assert (stage.writes, stage.on) == (writes, on)
 
 
@@ -67,3 +69,45 @@ def test_k1_bounds_the_inverse_of_the_ratio_that_weighs_as_in_verl() -> None:
     assert found["response_mask"].tolist() == kept.tolist() == [[1, 0, 1]]
     weights = found["rollout_is_weights"][found["response_mask"] == 1]
     assert weights.tolist() == pytest.approx([2.0, 1.0])
+
+
+def names(**keys: Any) -> list[str]:
+    return [stage.name for stage in log_prob_stages(AlgorithmConfig(**keys), trainer=None)]
+
+
+def test_the_stages_that_an_algorithm_needs() -> None:
+    own = ["old_log_prob", "rollout_correction"]
+    assert names() == own
+    assert names(bypass_mode=True) == []
+    assert names(use_kl_loss=True) == [*own, "ref_log_prob"]
+    assert names(use_kl_in_reward=True) == [*own, "ref_log_prob", "kl_penalty"]
+    assert names(use_kl_in_reward=True, bypass_mode=True) == ["ref_log_prob", "kl_penalty"]
+    penalty = log_prob_stages(AlgorithmConfig(use_kl_in_reward=True, bypass_mode=True), trainer=None)[-1]
+    assert [read.field for read in penalty.reads] == ["responses", "responses", "ref_log_probs", "kl_coef"]
+
+
+def test_the_coefficient_is_a_state_that_the_whole_step_uses() -> None:
+    assert kl_penalty.per == "step"
+    assert Read("kl_coef", "latest") in kl_penalty.reads
+    assert kl_penalty.writes == ("kl_penalty", "kl_coef")
+
+
+@pytest.mark.heavy
+def test_an_adaptive_coefficient_follows_the_target() -> None:
+    mask = torch.ones(4, 3, dtype=torch.long)
+    responses = Batch([0, 0, 1, 1], {"response_mask": mask})
+    old = responses.like(old_log_probs=torch.full((4, 3), -1.0), response_mask=torch.zeros_like(mask))
+    control = {"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 10}
+    algorithm = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control)  # type: ignore[arg-type]
+    coefficient = None
+    seen = []
+    for distance in (0.4, 0.4, 0.0):
+        reference = responses.like(ref_log_prob=torch.full((4, 3), -1.0 - distance))
+        task = TaskInfo(step=1)
+        penalty, coefficient = kl_penalty(responses, old, reference, coefficient, algorithm=algorithm, task=task)
+        # The mask of a correction does not count, as verl applies it afterwards.
+        used = task.metrics["actor/reward_kl_penalty_coeff"]
+        torch.testing.assert_close(penalty["kl_penalty"], torch.full((4, 3), used * distance))
+        seen.append(used)
+    # Off by more than 20%, each step of 4 samples changes it by 0.2 x 4 / 10.
+    assert [*seen, coefficient] == pytest.approx([0.5, 0.54, 0.5832, 0.536544])

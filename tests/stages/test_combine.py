@@ -11,7 +11,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataError
 from dataflow.graph import Read, TaskInfo
-from dataflow.stages.scoring.combine import combine, combine_stage
+from dataflow.stages.combine import combine, combine_stage
 
 NAN = float("nan")
 BOTH = ("judge", "rule")
@@ -37,9 +37,7 @@ def test_a_score_is_the_weighted_sum_of_its_parts() -> None:
     assert found["length_penalty"].tolist() == [0.5, 1.0]
     assert found["request_tries"].tolist() == [1, 2]
     means = {"reward/rule/mean": 0.5, "reward/judge/mean": 0.8, "reward/length/mean": 0.75}
-    assert task.metrics == pytest.approx(
-        {**means, "reward/combined/mean": (2.25 + 0.4) / 2, "reward/combined/indistinct": 0}
-    )
+    assert task.metrics == pytest.approx({**means, "reward/combined/mean": (2.25 + 0.4) / 2})
 
 
 def test_sums_that_are_equal_but_for_rounding_become_equal_scores() -> None:
@@ -47,15 +45,6 @@ def test_sums_that_are_equal_but_for_rounding_become_equal_scores() -> None:
     given = [rewards(batch, [0.1, 0.0] * 2), rewards(batch, [0.2, 0.3] * 2)]
     found = combine(batch, *given, sources=BOTH, weights=dict.fromkeys(BOTH, 1.0), length=4, task=task)
     assert len(set(found["score"].tolist())) == 1
-    assert task.metrics["reward/combined/indistinct"] == 0
-
-
-def test_a_source_that_is_too_small_beside_the_others_is_counted() -> None:
-    batch, task = responses(["a", "b"] * 3, [1] * 6), TaskInfo(step=1, parts=2)
-    given = [rewards(batch, [1e8, 1e8, 1.0, 1.0, 1e8, 1e8]), rewards(batch, [0.0, 1.0, 0.0, 1.0, 2.0, 2.0])]
-    found = combine(batch, *given, sources=BOTH, weights=dict.fromkeys(BOTH, 1.0), length=4, task=task)
-    assert found["score"].tolist() == [1e8, 1e8, 1.0, 2.0, 1e8, 1e8]
-    assert task.metrics["reward/combined/indistinct"] == 2
 
 
 @pytest.mark.parametrize(("score", "weight", "value"), [(1.0, 1e16, "1e\\+16"), (NAN, 1.0, "nan"), (1.0, 1e300, "inf")])
@@ -76,16 +65,6 @@ def test_columns_of_the_others_have_the_name_of_their_source() -> None:
     assert "rule_request_tries" not in found
 
 
-def test_a_source_alone_and_three_of_them() -> None:
-    batch, task = responses(["a", "b"], [1, 1]), TaskInfo(step=1)
-    given = [rewards(batch, [1.0, 3.0]), rewards(batch, [10.0, 20.0]), rewards(batch, [0.0, 100.0])]
-    for count, wanted in ((1, [2.0, 6.0]), (3, [12.0, 126.0])):
-        names = ("a", "b", "c")[:count]
-        weights = dict(zip(names, (2.0, 1.0, 1.0), strict=False))
-        found = combine(batch, *given[:count], sources=names, weights=weights, length=4, task=task)
-        assert found["score"].tolist() == wanted
-
-
 def test_a_sample_that_one_source_dropped_is_dropped_and_counts_in_no_mean() -> None:
     batch, task = responses(["a", "b", "c", "d"], [1] * 4), TaskInfo(step=1)
     judged = rewards(batch, [1.0, NAN, 2.0, 3.0], kept=torch.tensor([True, False, True, True]))
@@ -96,16 +75,6 @@ def test_a_sample_that_one_source_dropped_is_dropped_and_counts_in_no_mean() -> 
     assert found["score"].isnan().tolist() == [False, True, True, False]
     assert task.metrics["reward/combined/mean"] == 3.5
     assert task.metrics["reward/judge/mean"] == 2.0
-
-
-def test_only_the_other_source_may_drop_samples() -> None:
-    batch = responses(["a", "b"], [1, 1])
-    ruled = rewards(batch, [1.0, NAN], kept=torch.tensor([True, False]))
-    weights = {"judge": 1.0, "rule": 1.0}
-    found = combine(
-        batch, rewards(batch, [1.0, 1.0]), ruled, sources=BOTH, weights=weights, length=4, task=TaskInfo(step=1)
-    )
-    assert found["kept"].tolist() == [True, False]
 
 
 def test_the_stage_reads_a_field_of_each_agent() -> None:

@@ -13,9 +13,8 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import DataError
 from dataflow.graph import TaskInfo
-from dataflow.stages.advantage import advantage, advantage_stage
+from dataflow.stages.advantage import advantage, advantage_stage, check_finite
 from dataflow.stages.distill import distill_advantage
-from dataflow.stages.scoring.finite import check_finite
 from dataflow.usercode.numeric import LARGEST_SCORE
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
@@ -83,15 +82,6 @@ def test_what_else_an_estimator_reads_is_checked(name: str, field: str, columns:
     run = advantage_stage(options)
     with pytest.raises(DataError, match=rf"^advantage\[1\]: {what} of sample 0 of group 1 is nan"):
         run.fn(batch, batch.like(score=torch.ones(4)), batch.like(**made), task=task, **run.services)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
-def test_a_number_that_gdpo_normalises_is_checked(bad: float) -> None:
-    options = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["style"])
-    batch, task = responses(), TaskInfo(step=1, stage="advantage")
-    rewards = batch.like(score=torch.ones(4), style=[0.0, bad, 1.0, 0.0])
-    with pytest.raises(DataError, match=r"'style' \(algorithm.gdpo_reward_keys\) of sample 1 of group 0 is "):
-        advantage(batch, rewards, algorithm=options, task=task)
 
 
 def test_a_teachers_log_prob_is_checked() -> None:

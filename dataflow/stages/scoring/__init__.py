@@ -1,1 +1,0 @@
-"""Stages that change scores between the reward and the advantage: combine, normalize, KL penalty."""
