@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -87,14 +87,15 @@ class Attempt:
         self._failed = 0
         """Checkpoints that failed, one after another."""
 
-    async def run(self, point: Checkpoint | None) -> tuple[str | None, dict[str, Any]]:
+    async def run(self, point: Checkpoint | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Runs to the end.
 
         Args:
             point: the checkpoint to resume from.
 
         Returns:
-            The digest of the weights, None without a trainer; and the stats of each reward agent, by its name.
+            The stats of each reward agent, by its name; and facts of the summary: ``digest`` of the actor's weights,
+            ``NAME_weights_sha256`` of those of each other service that is trained.
 
         Raises:
             StageFailed: a task failed.
@@ -119,14 +120,15 @@ class Attempt:
         origin = record.begin(executor.now())
         if before < graph.steps:
             await self._make_steps(restored, origin)
-        record.trace.meta["status"] = "finished"
         self._progress.stop()
-        digest = await self._finish_model() if "trainer" in self._hosts else None
+        if self._config.checkpoint.export and "trainer" in self._hosts:
+            await self._export()
+        facts = {"digest": await self._offered("trainer", "digest")}
         trained = {s.host.name for s in graph.pipeline.with_role("trains") if s.host is not None}
         for name in sorted(trained - {"trainer"}):
             if (found := await self._offered(name, "digest")) is not None:
-                record.digests[name] = str(found)
-        return digest, await self._stats()
+                facts[f"{name}_weights_sha256"] = found
+        return await self._stats(), facts
 
     async def _make_steps(self, restored: Restored, origin: float) -> None:
         """Runs the steps that are left; raises as :meth:`run` does."""
@@ -233,23 +235,20 @@ class Attempt:
         try:
             async with asyncio.timeout(_LAST_S):
                 return await self._stats()
-        except (DataflowError, LookupError, TimeoutError) as error:
-            logger.debug(f"the summary lacks what was paid for since the last step: {error!r}")
-        except Exception as error:  # the first error counts, and the record is still to be ended
-            logger.warning(f"the summary lacks what was paid for since the last step: {error!r}")
+        except (Exception, asyncio.CancelledError) as error:  # the first error counts, and the record is to be ended
+            known = isinstance(error, DataflowError | LookupError | TimeoutError | asyncio.CancelledError)
+            what = f"the summary lacks what was paid for since the last step: {error!r}"
+            logger.log("DEBUG" if known else "WARNING", what)
         return {}
 
-    async def _finish_model(self) -> str | None:
-        """Exports the trained model if ``checkpoint.export`` is set; returns the digest of its weights."""
-        if self._config.checkpoint.export:
-            directory = self._record.directory
-            about = card(directory, read_values(directory / CONFIG), self._graph.steps)
-            with self._progress.phase("writing the model"):
-                try:
-                    await self._offered("trainer", "export", str(directory / MODEL), about)
-                except DataflowError as error:
-                    logger.warning(f"the trained model is not written: {error}")
-        return cast("str | None", await self._offered("trainer", "digest"))
+    async def _export(self) -> None:
+        directory = self._record.directory
+        about = card(directory, read_values(directory / CONFIG), self._graph.steps)
+        with self._progress.phase("writing the model"):
+            try:
+                await self._offered("trainer", "export", str(directory / MODEL), about)
+            except DataflowError as error:
+                logger.warning(f"the trained model is not written: {error}")
 
     async def close(self, under_way: BaseException | None) -> None:
         """Closes the services; if the run ended with an error, that error takes precedence."""
@@ -359,7 +358,7 @@ class Attempt:
         stats: dict[str, Any] = {}
         while self._progress.moves:
             try:
-                stats = self._record.totals.seen(await self._stats())
+                stats = await self._stats()
             except DataflowError as error:
                 # If the agent died, the run itself reports it or builds a new one.
                 logger.debug(f"a reward agent does not answer: {error}")

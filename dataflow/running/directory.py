@@ -1,13 +1,13 @@
-"""The directory of a run: checks it, makes it, locks it, and removes it if the run could not start."""
+"""The directory of a run: checks it, makes it and locks it."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from dataflow.config.base import BaseConfig
@@ -61,7 +61,7 @@ def make_directory(config: BaseConfig, stem: str) -> Path:
         if config.name:
             (runs / config.name).mkdir(exist_ok=not _taken(runs / config.name, config))
             return runs / config.name
-        for number in range(1, 1_000_000):
+        for number in itertools.count(1):
             path = runs / f"{stem}-{config.policy.preset}-{number}"
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
@@ -72,7 +72,7 @@ def make_directory(config: BaseConfig, stem: str) -> Path:
         ) from error
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: cannot write there: {error.strerror}.") from error
-    raise ConfigError(f"runs={config.runs}: no free name for a run; give name=.")
+    raise AssertionError  # the numbers have no end
 
 
 def _taken(path: Path, config: BaseConfig) -> bool:
@@ -80,10 +80,9 @@ def _taken(path: Path, config: BaseConfig) -> bool:
 
     With ``resume=auto`` a directory without a configuration is free: its process was killed before it wrote one.
     """
-    if not os.path.lexists(path):
-        return False
-    began = config.resume.mode != "auto" or not path.is_dir()
-    return began or any(not name.startswith(".") for name in os.listdir(path))
+    if config.resume.mode != "auto" or not path.is_dir():
+        return os.path.lexists(path)
+    return any(not name.startswith(".") for name in os.listdir(path))
 
 
 def remove_temporary(directory: Path) -> None:
@@ -91,24 +90,6 @@ def remove_temporary(directory: Path) -> None:
     for file in directory.glob(".*"):
         if _TEMPORARY.fullmatch(file.name) and file.is_file():
             file.unlink(missing_ok=True)
-
-
-def remove_directory(directory: Path, parents: Sequence[Path]) -> None:
-    """Removes a run's directory, and the parents that were made for it."""
-    shutil.rmtree(directory)
-    _remove_empty(parents)
-
-
-def remove_blank(directory: Path, parents: Sequence[Path]) -> None:
-    """Does the same if the directory holds no more than the file of its lock; needs no lock."""
-    (directory / LOCK).unlink(missing_ok=True)
-    _remove_empty([directory, *parents])
-
-
-def _remove_empty(parents: Sequence[Path]) -> None:
-    with contextlib.suppress(OSError):  # another run has begun in one of them
-        for parent in parents:
-            parent.rmdir()
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
-"""The record of a run: its trace, metrics and evaluations, in files that grow during the run.
+"""The record of a run: its trace, metrics, evaluations and summary, in files that grow during the run.
 
-A run that resumes from a checkpoint appends to the same files: what followed the checkpoint is cut off, and the time
-in between is a downtime of the trace (``meta["gaps"]``).
+A run that resumes from a checkpoint continues the same files: what followed the checkpoint is cut off, and the time in
+between is a downtime of the trace (``meta["gaps"]``).
 """
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,24 +15,22 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.errors import DataflowError, RunError, UserError
+from dataflow.errors import DataflowError, RunError
 from dataflow.files import replaced, written
-from dataflow.running.remains import EARLIER, EVALUATIONS, UNLOGGED, summarise, total_so_far, written_by
-from dataflow.running.reporting.agent_totals import AgentTotals, Stats
-from dataflow.running.reporting.throughput import throughput
-from dataflow.running.reporting.tracking import (
-    METRICS,
-    Tracker,
-    evaluation_in,
-    read_metrics,
-    step_metrics,
-    write_summary,
-)
+from dataflow.running.reporting.reward_counts import RewardCounts, Stats
+from dataflow.running.reporting.timings import step_metrics, throughput
+from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics
+from dataflow.running.summary import SUMMARY, evaluation_in, read_summary, summarise
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import Level, Mark, Span, Trace
+from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
+from dataflow.usercode.numeric import finite
 
-SUMMARY = "summary.json"
+TRACE = "trace.json"
+EVALUATIONS = "evaluations.json"
+"""File with the trace of evaluations outside of the run's clock: before training, and after a resume."""
+_EARLIER = "earlier_s"
+"""What a trace's meta calls the seconds of the processes before the last one of a run that was resumed."""
 _UNTAUGHT_STEPS = 3
 """Steps in a row that train nothing, after which a warning says so."""
 
@@ -40,7 +39,7 @@ _UNTAUGHT_STEPS = 3
 class Backends:
     """Where metrics go besides ``metrics.jsonl``: arguments of a Tracker."""
 
-    names: list[str]
+    names: list[str] = field(default_factory=list)
     project: str = "dataflow"
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -55,30 +54,26 @@ class Record:
 
     Attributes:
         trace: of training.
-        before: trace of evaluations outside of the run's clock, which has a file of its own.
+        before: trace of evaluations outside of the run's clock.
         evaluations: mean score by step; 0 is before training.
         accurate: by step, whether that is an accuracy.
         steps: the last step whose training has ended.
-        summary: what summary.json holds, once it is known.
-        digests: of the weights of further models than the actor, by service.
+        summary: what summary.json holds, once it is written.
     """
 
-    def __init__(self, directory: Path, backends: Backends, gpus: int = 1) -> None:
+    def __init__(self, directory: Path, backends: Backends | None = None, gpus: int = 1) -> None:
         self.directory = directory
-        self.trace = Trace()
-        self.before = Trace()
+        self.trace, self.before = Trace(), Trace()
         self.evaluations: dict[int, float] = {}
         self.accurate: dict[int, bool] = {}
-        self.totals = AgentTotals()
         self.steps = 0
         self.summary: dict[str, Any] = {}
-        self.digests: dict[str, str] = {}
+        self._rewards = RewardCounts()
         self._untaught = 0
-        self._backends = backends
+        self._backends = backends or Backends()
         self._gpus = gpus
         self._tracker: Tracker | None = None
-        self._writer: TraceWriter | None = None
-        self._evaluations: TraceWriter | None = None
+        self._writers: dict[str, TraceWriter] = {}
 
     # --- resuming -------------------------------------------------------------------------------------------
 
@@ -87,86 +82,78 @@ class Record:
 
         A trace that cannot be read is left out with a warning: the run can continue without its past timeline.
         """
+        self.trace = self._read(TRACE, "the timeline of the run so far is lost")
+        self.before = self._read(EVALUATIONS, "the summary will not count the requests of earlier evaluations")
+        self.trace.meta[_EARLIER] = read_summary(self.directory).get("total_s") or self._traced_s()
+        self._load_rows(None)
+
+    def _read(self, name: str, otherwise: str) -> Trace:
+        if not (self.directory / name).exists():
+            return Trace()
         try:
-            self.trace = perfetto.read(self.directory / "trace.json")
+            return perfetto.read(self.directory / name)
         except DataflowError as error:
-            logger.warning(f"the timeline of the run so far is lost: {error}")
-        self.trace.meta[EARLIER] = total_so_far(self.directory, self.trace)
-        if (self.directory / EVALUATIONS).exists():
-            try:
-                self.before = perfetto.read(self.directory / EVALUATIONS)
-            except DataflowError as error:
-                logger.warning(f"the summary will not count the requests of earlier evaluations: {error}")
+            logger.warning(f"{otherwise}: {error}")
+            return Trace()
+
+    def _traced_s(self) -> float:
+        """Returns the seconds of the run's processes, as far as its trace shows the last one."""
+        begin = self.trace.downtimes[-1].end if self.trace.downtimes else 0.0
+        return float(self.trace.meta.get(_EARLIER, 0.0)) + max(0.0, self.trace.end - begin)
+
+    def _load_rows(self, upto: int | None) -> None:
+        self.steps, self.evaluations, self.accurate, self._rewards = 0, {}, {}, RewardCounts()
         for row in read_metrics(self.directory / METRICS):
-            self._take(row.pop("step"), {name: value for name, value in row.items() if value is not None})
-        self.totals.resumed(written_by(self.directory).get("rewards") or {}, self.trace.meta.get(UNLOGGED, {}))
+            if upto is None or row["step"] <= upto:
+                self._take(row.pop("step"), row)
 
     def cut(self, step: int, early: frozenset[str], ahead: int) -> None:
-        """Drops what follows a checkpoint.
+        """Drops what follows a checkpoint; :meth:`open` does so in the files.
 
         Args:
             step: of the checkpoint.
             early: stages whose results of later steps the checkpoint holds.
             ahead: how many later steps that are.
         """
-        self.before = Trace(
-            [s for s in self.before.spans if s.step <= step],
-            [m for m in self.before.marks if m.args.get("step", 0) <= step],
-            meta=self.before.meta,
-        )
-        old, self.trace = self.trace, Trace(meta=self.trace.meta)
-        last = max((s.end for s in old.spans), default=0.0)
-        dropped = 0.0  # end of the work that is lost
-        for span in old.spans:
-            if span.step <= step or (span.stage in early and span.step <= step + ahead):
-                self.trace.add(span)
-            else:
-                dropped = max(dropped, span.end)
+
+        def stays(stage: str, of: int) -> bool:
+            return of <= step or (stage in early and of <= step + ahead)
+
+        def cut(trace: Trace) -> Trace:
+            marks = (m for m in trace.marks if m.args.get("step", 0) <= step)
+            return Trace([s for s in trace.spans if stays(s.stage, s.step)], list(marks), meta=trace.meta)
+
+        old, recorded = self.trace, self.steps
+        self.trace, self.before = cut(old), cut(self.before)
         end = max((s.end for s in self.trace.spans if not s.optional), default=0.0)
-        self.trace.add(*(m for m in old.marks if m.args.get("step", 0) <= step))
         self.trace.add(*(level for level in old.levels if level.at <= end))
-        self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
-        self.accurate = {at: value for at, value in self.accurate.items() if at <= step}
-        recorded, self.steps, self.summary = self.steps, step, {}
-        self.totals.restarted((self.before, self.trace))
-        meta = self.trace.meta
-        meta[UNLOGGED] = self.totals.beyond(r for r in read_metrics(self.directory / METRICS) if r["step"] <= step)
-        for name in ("cut", "status"):
-            meta.pop(name, None)
-        last_steps = {METRICS: recorded}
-        if self.trace.spans:
-            last_steps["trace.json"] = max(s.step for s in self.trace.spans)
-        for name, known in last_steps.items():
-            if known < step:  # the process ended between the checkpoint and the record of its step
-                logger.warning(
-                    f"{self.directory / name} ends in step {known}, but the checkpoint is of step {step}: what is "
-                    "missing is left out of timeline, metrics and summary."
-                )
-        if unscored := self._unscored(step):
+        self._load_rows(step)
+        self._rewards.agents_begin((self.before, self.trace))
+        if recorded < step:  # the process ended between the checkpoint and the record of its step
+            logger.warning(
+                f"{self.directory / METRICS} ends in step {recorded}, but the checkpoint is of step {step}: what is "
+                "missing is left out of timeline, metrics and summary."
+            )
+            self.steps = step
+        often = {each["every"] for each in old.declared if each["role"] == "validates" and each.get("every")}
+        if unscored := sorted({at for every in often for at in range(every, step, every)} - self.evaluations.keys()):
             logger.warning(
                 f"no evaluation of step {', '.join(map(str, unscored))}: not all of its responses were scored when the "
                 f"run ended, and the weights are those of step {step} now."
             )
+        dropped = max((s.end for s in old.spans if not stays(s.stage, s.step)), default=0.0)
         lost = f", and {dropped - end:.1f} s of work after it were lost" if dropped > end else ""
+        last = max((s.end for s in old.spans), default=0.0)
+        meta = self.trace.meta
         meta["gaps"] = [*meta.get("gaps", ()), [end, last, f"resumed from step {step}{lost}"]]
         meta["resumed"] = [*meta.get("resumed", ()), step]
-        if self._tracker is not None:
-            self._tracker.close()
-            self._tracker = None
-        for writer in (self._writer, self._evaluations):
-            if writer is not None:
-                writer.leave()  # open() writes a new file
-        self._writer = self._evaluations = None
-
-    def _unscored(self, step: int) -> list[int]:
-        """Returns the steps before a checkpoint whose evaluations were due, and have no result."""
-        often = {each["every"] for each in self.trace.declared if each["role"] == "validates" and each.get("every")}
-        return sorted({at for every in often for at in range(every, step, every)} - self.evaluations.keys())
+        for name in ("cut", "status"):
+            meta.pop(name, None)
 
     # --- writing --------------------------------------------------------------------------------------------
 
     def open(self, meta: Mapping[str, Any]) -> None:
-        """Opens the files; a trace that was cut goes into a new one, which replaces the old when it is whole.
+        """Opens the files; those of a run that was cut replace the old ones when they are whole.
 
         Args:
             meta: of the trace; its downtimes, its beginning and its checkpoints stay.
@@ -175,36 +162,28 @@ class Record:
             ConfigError: a backend of the metrics cannot be opened.
             RunError: a file cannot be written.
         """
-        names = ("gaps", "resumed", "started", EARLIER, UNLOGGED)
-        kept: dict[str, Any] = {name: self.trace.meta[name] for name in names if name in self.trace.meta}
-        self.trace.meta = {**meta, **kept}
-        if self._tracker is None:
-            to, upto = self._backends, self.steps if "resumed" in kept else None
-            self._tracker = Tracker(self.directory, to.names, to.project, self.directory.name, to.config, upto=upto)
-        path = self.directory / "trace.json"
-        if "resumed" in kept:
-            with written("trace", path), replaced(path) as temporary:
-                self._writer = TraceWriter(temporary, self.trace.meta)
-                self._writer.add(*self.trace.spans, *self.trace.marks, *self.trace.levels)
-            self._writer.path = path
-            # What it alone has is in the trace now. A process that is killed later leaves the summary to its
-            # supervisor, which keeps one that exists.
-            (self.directory / SUMMARY).unlink(missing_ok=True)
-        else:
-            self._writer = TraceWriter(path, self.trace.meta)
-        self.trace.sink = self._writer.add
-        self.before.meta, self.before.sink = dict(meta), self._evaluated
+        resumes = "resumed" in self.trace.meta
+        kept = {k: v for k, v in self.trace.meta.items() if k in ("gaps", "resumed", "started", _EARLIER)}
+        self.trace.meta, self.before.meta = {**meta, **kept}, dict(meta)
+        to, upto = self._backends, self.steps if resumes else None
+        self._tracker = Tracker(self.directory, to.names, to.project, self.directory.name, to.config, upto=upto)
+        self._write(TRACE, self.trace)
+        if self.before.spans:
+            self._write(EVALUATIONS, self.before)
+        else:  # it is made with the first of them
+            self.before.sink = lambda *_items: self._write(EVALUATIONS, self.before)
+        # A process that is killed later leaves the summary to its supervisor, which keeps one that exists.
+        (self.directory / SUMMARY).unlink(missing_ok=True)
+        self.summary = {}
 
-    def _evaluated(self, *items: Span | Mark | Level) -> None:
-        """Writes what was added to the trace of evaluations; its file is made with the first of an attempt."""
-        if self._evaluations is not None:
-            self._evaluations.add(*items)
-            return
-        path = self.directory / EVALUATIONS
+    def _write(self, name: str, trace: Trace) -> None:
+        """Writes a trace into a file, and from now on what is added to it."""
+        path = self.directory / name
         with written("trace", path), replaced(path) as temporary:
-            self._evaluations = TraceWriter(temporary, self.before.meta)
-            self._evaluations.add(*self.before.spans, *self.before.marks, *self.before.levels)
-        self._evaluations.path = path
+            writer = self._writers[name] = TraceWriter(temporary, trace.meta)
+            writer.add(*trace.spans, *trace.marks, *trace.levels)
+        writer.path = path
+        trace.sink = writer.add
 
     def begin(self, now: float) -> float:
         """Starts the clock of training, or continues it; returns second 0 of the trace, as unix time."""
@@ -213,8 +192,7 @@ class Record:
             meta["gaps"][-1][1] = max(meta["gaps"][-1][0], now - meta["started"])
         else:
             meta["started"] = now
-        assert self._writer is not None
-        self._writer.describe(meta)
+        self.describe()
         return float(meta["started"])
 
     def describe(self, **facts: Any) -> None:
@@ -224,8 +202,8 @@ class Record:
             RunError: the file cannot be written.
         """
         self.trace.meta |= facts
-        if self._writer is not None:
-            self._writer.describe(self.trace.meta)
+        if TRACE in self._writers:
+            self._writers[TRACE].describe(self.trace.meta)
 
     def step(self, step: int, metrics: dict[str, float], window: int) -> dict[str, float] | None:
         """Writes the metrics of a step.
@@ -263,87 +241,58 @@ class Record:
                 self.directory,
             )
 
-    def _take(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _take(self, step: int, metrics: Mapping[str, float | None]) -> None:
         if (found := evaluation_in(metrics)) is not None:
             self.evaluations[step], self.accurate[step] = found
-        self.totals.step(metrics)
+        self._rewards.add(metrics)
         if "timing_s/step" in metrics:
             self.steps = max(self.steps, step)
 
-    def summarise(self, total_s: float, digest: str | None = None, stats: Stats | None = None) -> None:
-        """Makes the summary.
+    def end(self, status: str, own_s: float, stats: Stats | None = None, **facts: Any) -> None:
+        """Ends the files, and writes the summary.
 
         Args:
-            total_s: seconds from the start of this process until now.
-            digest: of the weights.
+            status: of the run.
+            own_s: seconds from the start of this process until now.
             stats: of the reward agents, where they can still be asked.
+            facts: further ones of the summary; ``digest`` is that of the weights.
+
+        Raises:
+            RunError: a file cannot be written.
         """
-        rewards = self.totals.counts((self.before, self.trace), stats)
-        accurate = all(self.accurate.values())
-        total = self.total_s(total_s)
-        self.summary = summarise(self.trace, self.steps, self.evaluations, accurate, rewards, total, digest)
-        self.summary |= {f"{name}_weights_sha256": found for name, found in self.digests.items()}
+        self.trace.meta["status"] = self.before.meta["status"] = status
+        writers, self._writers = self._writers, {}
+        tracker, self._tracker = self._tracker, None
+        try:
+            with contextlib.ExitStack() as closing:  # each is closed, whatever becomes of the others
+                if tracker is not None:
+                    closing.callback(tracker.close, exit_code=0 if status == "finished" else 1)
+                for name, writer in writers.items():
+                    closing.callback(writer.leave)
+                    writer.close(self.trace if name == TRACE else self.before)
+                    if writer.left_out:
+                        logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are not finite")
+        except RunError:
+            self.trace.meta["status"] = "failed" if status == "finished" else status
+            raise
+        finally:
+            rewards = self._rewards.counts((self.before, self.trace), stats)
+            accurate, digest = all(self.accurate.values()), facts.pop("digest", None)
+            total = self.total_s(own_s)
+            self.summary = summarise(self.trace, self.steps, self.evaluations, accurate, rewards, total, digest)
+            self.write_summary(**facts)
 
     def total_s(self, own_s: float) -> float:
         """Returns the seconds of all processes of the run, of which the present one took some."""
-        return own_s + float(self.trace.meta.get(EARLIER, 0.0))
+        return own_s + float(self.trace.meta.get(_EARLIER, 0.0))
 
     def write_summary(self, **facts: Any) -> None:
-        """Writes summary.json with further facts.
+        """Writes summary.json with further facts; the file is replaced atomically.
 
         Raises:
             RunError: it cannot be written.
         """
         self.summary |= facts
-        write_summary(self.directory / SUMMARY, self.summary)
-
-    def leave(self, total_s: float, stats: Stats | None = None) -> None:
-        """Ends the trace and writes the summary, each even if the other fails; an error that ended the run comes first.
-
-        Args:
-            total_s: seconds from the start of this process until now.
-            stats: of the reward agents, where they can still be asked.
-
-        Raises:
-            RunError: one of them cannot be written, and the run went well so far.
-        """
-        under_way = sys.exception()
-        problem: RunError | None = None
-        writer, self._writer = self._writer, None
-        evaluations, self._evaluations = self._evaluations, None
-        try:
-            if writer is not None:
-                writer.close(self.trace)
-                if writer.left_out:
-                    logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are not finite")
-            if evaluations is not None:
-                self.before.meta["status"] = self.trace.meta["status"]
-                evaluations.close(self.before)
-        except RunError as error:
-            problem = error
-            if under_way is None:
-                self.trace.meta["status"] = "failed"
-        if not self.summary or problem is not None:
-            known = self.summary
-            self.summarise(total_s, stats=stats)
-            self.summary |= {**known, "status": self.trace.meta["status"]}
-        try:
-            self.write_summary()
-        except RunError as error:
-            problem = problem or error
-        if problem is None:
-            return
-        if under_way is None:
-            raise problem
-        # Not if its sentence has named the disk, or nothing of the run is kept.
-        if not isinstance(under_way.__cause__, OSError) and not isinstance(under_way, UserError):
-            logger.warning(str(problem))
-
-    def close(self, exit_code: int = 0) -> None:
-        """Closes the metrics.
-
-        Raises:
-            RunError: what they still held cannot be written.
-        """
-        if self._tracker is not None:
-            self._tracker.close(exit_code=exit_code)
+        path = self.directory / SUMMARY
+        with written("summary", path), replaced(path) as temporary:
+            temporary.write_text(json.dumps(finite(self.summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -17,10 +17,10 @@ from dataflow.rewards.ledger import check_file
 from dataflow.rewards.naming import MAIN, file_of
 from dataflow.running.directory import check_run, check_unlocked
 from dataflow.running.preparing.prompts import settle
-from dataflow.running.remains import complete
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.session import Session
+from dataflow.running.summary import complete
 
 Made = TypeVar("Made")
 MAY_CHANGE = (
@@ -81,17 +81,15 @@ def began(
     Raises:
         UserError: one sentence; nothing has been written or started.
     """
-    if config.resume.mode == "auto":
-        if not config.name:
-            raise ConfigError("resume=auto: give name=, by which the run is found again.")
-        directory = Path(config.runs, config.name)
-        if (directory / CONFIG).is_file():
-            saved, after = _checked(directory, overrides, progress, module)
-            if (summary := complete(directory, after.steps)) is not None:
-                return Complete(directory, summary)
-            _point(directory, after.steps)
-            return make(after, saved.module, progress, directory.resolve())
-    return make(config, module, progress, None)
+    if config.resume.mode != "auto":
+        return make(config, module, progress, None)
+    if not config.name:
+        raise ConfigError("resume=auto: give name=, by which the run is found again.")
+    directory = Path(config.runs, config.name)
+    if not (directory / CONFIG).is_file():
+        return make(config, module, progress, None)
+    after, module, _point, summary = _checked(directory, overrides, progress, module)
+    return make(after, module, progress, directory.resolve()) if summary is None else Complete(directory, summary)
 
 
 def resumed(directory: Path, overrides: Sequence[str], progress: Progress) -> Session:
@@ -105,29 +103,29 @@ def resumed(directory: Path, overrides: Sequence[str], progress: Progress) -> Se
     Raises:
         UserError: one sentence; nothing has been written or started.
     """
-    saved, after = _checked(directory, overrides, progress)
-    if (summary := complete(directory, after.steps)) is not None:
+    after, module, point, summary = _checked(directory, overrides, progress)
+    if summary is not None:
         raise ConfigError(f"{Complete(directory, summary).words}; give a larger steps= to go on.")
-    if _point(directory, after.steps) is None:
+    if point is None:
         paid = ", which takes the rewards that its ledger holds" if any(directory.glob("rewards*.sqlite")) else ""
         raise ConfigError(
             f"run '{directory}' has no checkpoint to resume from; begin it again with 'dataflow run' and "
             f"resume=auto{paid}."
         )
-    return Session(after, saved.module, progress, directory.resolve())
+    return Session(after, module, progress, directory.resolve())
 
 
 def _checked(
     directory: Path, overrides: Sequence[str], progress: Progress, module: ModuleType | None = None
-) -> tuple[Saved, BaseConfig]:
-    """Returns what a run's directory says about it, and the configuration to resume it with.
+) -> tuple[BaseConfig, ModuleType, Checkpoint | None, dict[str, Any] | None]:
+    """Returns configuration and pipeline to resume a run with, its newest checkpoint, its summary if it is complete.
 
     Args:
         directory, overrides, progress: see :func:`resumed`.
         module: the pipeline that is given once more; None for the one that the run's directory names.
 
     Raises:
-        UserError: there is no such run, it is still running, or a key may not change.
+        UserError: there is no such run, it is still running, a key may not change, or its checkpoint is too late.
     """
     check_run(directory)
     check_unlocked(directory)
@@ -145,19 +143,14 @@ def _checked(
             check_file(here / file_of("rewards.sqlite", source.name))
     settle(after, progress)  # as for the run's own configuration, so that equal arguments are no change
     check_changes(before, after, directory)
-    return saved, after
-
-
-def _point(directory: Path, steps: int) -> Checkpoint | None:
-    """Returns the checkpoint to resume from; None if there is none.
-
-    Raises:
-        ConfigError: it lies after the last step.
-    """
+    if (summary := complete(directory, after.steps)) is not None:
+        return after, saved.module, None, summary
     point = CheckpointStore(directory / "checkpoints").newest()
-    if point is not None and point.step > steps:
-        raise ConfigError(f"steps={steps}: run '{directory}' has made step {point.step}; give as many steps or more.")
-    return point
+    if point is not None and point.step > after.steps:
+        raise ConfigError(
+            f"steps={after.steps}: run '{directory}' has made step {point.step}; give as many steps or more."
+        )
+    return after, saved.module, point, None
 
 
 def check_changes(before: BaseConfig, after: BaseConfig, directory: Path) -> None:
@@ -174,30 +167,23 @@ def check_changes(before: BaseConfig, after: BaseConfig, directory: Path) -> Non
     allowed = (*MAY_CHANGE, *_of_agents(after), "name", "runs", *after.resume.allow)
     for key, old, new in changes(values_of(before), values_of(after)):
         if not any(f"{key}.".startswith(f"{name}.") for name in allowed):
+            old, new = ("null" if value is None else value for value in (old, new))
             raise ConfigError(
-                f"{key}={_text(new)}: the run '{directory}' has {key}={_text(old)}, and with another value it would be "
+                f"{key}={new}: the run '{directory}' has {key}={old}, and with another value it would be "
                 f"another run; leave it out, or allow it with resume.allow=[{key}]."
             )
 
 
-def _text(value: Any) -> Any:
-    """Returns a value as a command line has it."""
-    return "null" if value is None else value
-
-
 def _of_agents(config: BaseConfig) -> Iterator[str]:
-    """Yields the keys of further reward agents that may change: those that may of agent reward."""
+    """Yields the keys of reward models and of further reward agents that may change: those that may of agent reward."""
     if not isinstance(config, RunConfig):
         return
     for model in config.reward.models:
         yield from (f"reward.models.{model}.{key}" for key in MODEL_MAY_CHANGE)
+    of_agent = [key for key in MAY_CHANGE if key.startswith(("reward.", "judge."))]
     for source in sources_of(config):
         if source.name != MAIN:
-            yield from (f"{source.name}.{key.removeprefix('reward.')}" for key in MAY_CHANGE if _is_of_agent(key))
-
-
-def _is_of_agent(key: str) -> bool:
-    return key.startswith(("reward.", "judge."))
+            yield from (f"{source.name}.{key.removeprefix('reward.')}" for key in of_agent)
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

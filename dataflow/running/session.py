@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,13 +27,15 @@ from dataflow.graph import TaskGraph
 from dataflow.planning.planner import name_of
 from dataflow.running.attempt import Attempt
 from dataflow.running.auto import AutoPolicy, facts_of, within
-from dataflow.running.directory import locked, make_directory, remove_blank, remove_directory, remove_temporary
+from dataflow.running.directory import locked, make_directory, remove_temporary
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.record import Backends, Record
-from dataflow.running.remains import complete, finish, stopped
+from dataflow.running.remains import stopped
 from dataflow.running.reporting.progress import Progress
+from dataflow.running.reporting.reward_counts import Stats
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
+from dataflow.running.summary import SUMMARY, complete
 from dataflow.system import clock
 from dataflow.system.loopback import ADDRESS, ray_stays_on_loopback
 from dataflow.system.secrets import redact, redact_values
@@ -64,7 +67,6 @@ class Session:
         progress: Progress,
         directory: Path | None = None,
     ) -> None:
-        self._began = clock.now()
         ray_stays_on_loopback()
         self._prepared = Preparation(config, module, progress, directory)
         make_all(self._prepared.checks())
@@ -75,12 +77,12 @@ class Session:
         self.progress = progress
         self.policy = self._prepared.policy
         self.inputs = self._prepared.inputs
-        self.record: Record
         self._resumes = directory is not None
         self.directory = directory or Path()
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
         self._facts: dict[str, Any] = {}
+        self.record = Record(self.directory)
         self._served: ServedModels | None = None
 
     @property
@@ -99,77 +101,71 @@ class Session:
             StageFailed: a task failed; trace and metrics so far are on disk.
             Interrupted: by Ctrl-C or SIGTERM; trace and metrics so far are on disk.
         """
-        runs = Path(self.config.runs)
-        made = [parent for parent in (runs, *runs.parents) if not parent.exists()]
         if not self._resumes:
             self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
+        config, record = self.config, self._make_record()
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
-        with stopping, self._nothing_blank_left(made), locked(self.directory):
+        with stopping, locked(self.directory):
             remove_temporary(self.directory)
             if self._resumes and complete(self.directory, self.graph.steps) is not None:
                 raise ConfigError(f"run '{self.directory}' is complete: another process has resumed it meanwhile.")
             try:
-                self._run_in_directory()
-                # Write it once more, with the total time, now that everything has ended.
-                self.record.write_summary(total_s=self.record.total_s(clock.now() - self._began), **self._facts)
-            except UserError:
-                # The run could not start (no cluster at that address): leave no directory behind.
-                if not self._resumes:
-                    remove_directory(self.directory, made)
-                raise
+                with written("configuration", self.directory / saved.CONFIG):
+                    text = saved.dump(config, self.module.__file__ or "", self._prepared.data)
+                    with replaced(self.directory / saved.CONFIG) as temporary:  # a run without it cannot be resumed
+                        temporary.write_text(text, encoding="utf-8")
+                with stopping.deferred():  # from its end on closing is not interrupted
+                    stopping.calls(_interrupt)
+                    point = None
+                    if self._resumes:
+                        record.load()
+                        point = self._newest()
+                    with self._cluster(), self._judges(), self._models():
+                        self._train(point)
+                # Once more, with the total time, now that everything has ended.
+                record.write_summary(total_s=record.total_s(self.progress.elapsed_s), **self._facts)
             except BaseException as error:
-                if isinstance(error, RunError) and self._blank():
+                if isinstance(error, UserError) and not self._resumes:
+                    shutil.rmtree(self.directory)  # the run could not start (no cluster at that address)
                     raise
-                if self.summary.get("status") == "finished":  # a service or a file could not be closed
-                    with contextlib.suppress(RunError):
-                        self.record.write_summary(status="failed")
-                status = "failed" if isinstance(error, Exception) else "interrupted"
-                message = finish(self.directory, status, self.graph.steps)
+                if record.summary.get("status") == "finished" or not (self.directory / SUMMARY).exists():
+                    self._end(error)  # something could not be closed, or no attempt began
                 if isinstance(error, KeyboardInterrupt):
-                    raise Interrupted(message) from None
-                error.add_note(message)
+                    raise Interrupted(stopped(self.directory, record.steps, self.graph.steps)) from None
+                if isinstance(error, RunError):
+                    self._keep_traceback(error)
+                error.add_note(stopped(self.directory, record.steps, self.graph.steps))
                 raise
-        return self.summary
+        return record.summary
 
     @property
     def summary(self) -> dict[str, Any]:
         """What summary.json holds; empty before the end of the run."""
-        return self.record.summary if hasattr(self, "record") else {}
+        return self.record.summary
 
-    def _run_in_directory(self) -> None:
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
+    def _make_record(self) -> Record:
         config = self.config
         config.name, config.runs = self.directory.name, str(self.directory.parent)
-        with written("configuration", self.directory / saved.CONFIG):
-            text = saved.dump(config, self.module.__file__ or "", self._prepared.data)
-            with replaced(self.directory / saved.CONFIG) as temporary:  # a run without it cannot be resumed
-                temporary.write_text(text, encoding="utf-8")
-        with stopping.deferred():  # from its end on closing is not interrupted
-            stopping.calls(interrupt)
-            shown = redact_values(config.model_dump(mode="json"))
-            record = self.record = Record(
-                self.directory, Backends(config.tracking.backends, config.tracking.project, shown), config.gpus
-            )
-            try:
-                point = self._point()
-                with self._cluster(), self._judges(), self._models():
-                    self._train(point)
-            except BaseException:
-                with contextlib.suppress(RunError):  # the first error counts
-                    record.close(exit_code=1)
-                raise
-            record.close()
+        shown = redact_values(config.model_dump(mode="json"))
+        backends = Backends(config.tracking.backends, config.tracking.project, shown)
+        self.record = Record(self.directory, backends, config.gpus)
+        return self.record
 
-    def _point(self) -> Checkpoint | None:
-        """Returns the checkpoint that the run resumes from, with the record cut there; None to begin."""
-        if not self._resumes:
-            return None
-        self.record.load()
-        return self._newest()
+    def _keep_traceback(self, error: RunError) -> None:
+        """Moves the traceback of another process, a note of the error's cause, into a file that the error names."""
+        notes = getattr(error.__cause__, "__notes__", None)
+        if not notes:
+            return
+        path = self.directory / "error.log"
+        try:
+            path.write_text(redact("\n".join(notes)) + "\n", encoding="utf-8")
+        except OSError:
+            return  # it stays a note
+        notes.clear()
+        error.add_note(f"its traceback is in {path}")
 
     def _newest(self) -> Checkpoint | None:
+        """Returns the checkpoint that the run resumes from, with the record cut there; None to begin."""
         point = CheckpointStore(self.directory / "checkpoints").newest()
         if self.config.policy.auto:
             first = min(point.step + 1, self.config.steps) if point else 1
@@ -197,19 +193,6 @@ class Session:
                     f"{message}; restart {restarts} of {self.config.recoveries}: the run resumes from "
                     f"{f'its checkpoint of step {point.step}' if point else 'its beginning, as it has no checkpoint'}."
                 )
-
-    @contextlib.contextmanager
-    def _nothing_blank_left(self, made: Sequence[Path]) -> Iterator[None]:
-        """Removes the directory, and the parents made for it, if not even the configuration could be written."""
-        try:
-            yield
-        except RunError:
-            if self._blank():
-                remove_blank(self.directory, made)
-            raise
-
-    def _blank(self) -> bool:
-        return not self._resumes and not (self.directory / saved.CONFIG).exists()
 
     @contextlib.contextmanager
     def _cluster(self) -> Iterator[None]:
@@ -269,34 +252,42 @@ class Session:
         )
         attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._served, auto)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
-        stats = None
         try:
             record.open(self._meta())
-            try:
-                digest, stats = await attempt.run(point)
-            except BaseException:
-                stopping.calls(None)
-                stats = await attempt.last_stats()
-                raise
-            record.summarise(clock.now() - self._began, digest, stats)
-        except (asyncio.CancelledError, RunError) as error:
-            if self._lost is not None:
-                raise self._lost from error  # without its judge a run fails in many ways
-            if stopping.received is None and isinstance(error, RunError):
-                raise
-            # A signal to all processes of the run may have ended others first.
-            record.trace.meta["status"] = "interrupted"
-            raise Interrupted(stopped(self.directory, record.steps, graph.steps)) from None
-        finally:
+            stats, facts = await attempt.run(point)
             stopping.calls(None)  # closing is not interrupted
+            record.end("finished", self.progress.elapsed_s, stats, **facts)
+        except BaseException as error:
+            stopping.calls(None)
+            stats = await attempt.last_stats()
+            reason: BaseException = error
+            if isinstance(error, asyncio.CancelledError | RunError):
+                if self._lost is not None:
+                    reason = self._lost  # without its judge a run fails in many ways
+                elif stopping.received is not None or isinstance(error, asyncio.CancelledError):
+                    # A signal to all processes of the run may have ended others first.
+                    reason = Interrupted(stopped(self.directory, record.steps, graph.steps))
+            self._end(reason, stats)
+            if reason is error:
+                raise
+            raise reason from (None if isinstance(reason, Interrupted) else error)
+        finally:
             self._cancel = None
             self.progress.stop()
-            if record.trace.meta["status"] == "running":
-                record.trace.meta["status"] = "failed"
-            try:
-                record.leave(clock.now() - self._began, stats)
-            finally:
-                await attempt.close(sys.exception())
+            await attempt.close(sys.exception())
+
+    def _end(self, error: BaseException, stats: Stats | None = None) -> None:
+        """Ends the record of a run that failed; its error comes before that of a file that cannot be written."""
+        failed = isinstance(error, Exception) and not isinstance(error, Interrupted)
+        status = "failed" if failed else "interrupted"
+        try:
+            if self.record.summary:
+                self.record.write_summary(status=status)
+            else:
+                self.record.end(status, self.progress.elapsed_s, stats)
+        except RunError as second:
+            if not isinstance(error.__cause__, OSError):  # else its sentence has named the disk
+                logger.warning(str(second))
 
     def _meta(self) -> dict[str, Any]:
         given = self.config.policy.preset
@@ -315,6 +306,10 @@ class Session:
             # The facts that 'dataflow plan' needs to run it again on the virtual clock.
             "job": {"pipeline": self.graph.pipeline.facts(), **self.config.job()},
         }
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def prepare_logging() -> None:

@@ -38,7 +38,7 @@ class Store(Protocol):
 
     def begin(self, step: int) -> Path: ...
 
-    def commit(self, step: int, facts: Mapping[str, Any]) -> int: ...
+    def commit(self, step: int) -> int: ...
 
     def discard(self, step: int) -> None: ...
 
@@ -183,7 +183,7 @@ def _commit(directory: Path, states: Mapping[str, Any], store: Store, task: Task
     for step in later:
         store.link(step, directory)
     store.save_states(directory, states)
-    return store.commit(task.step, {"max_staleness": task.max_staleness, "states": sorted(states)})
+    return store.commit(task.step)
 
 
 def _failed(task: TaskInfo, error: OSError) -> None:

@@ -17,9 +17,9 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.saved import Saved, dump, load
 from dataflow.config.run import RunConfig
 from dataflow.planning.config import PlanConfig
-from dataflow.running.reporting.tensorboard import TensorBoard
 from dataflow.running.saving.export import step_of
 from dataflow.samples.files import file_of, write
+from tests.rigs.events import write_events
 from tests.rigs.pages import PROGRAMS, ROOT, Block, blocks, inline_commands
 
 pytestmark = pytest.mark.timeout(120)
@@ -127,10 +127,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         told = {"step": [step], **row, "explanation": ["off by one"]}
         write(file_of(made / "runs" / "NAME" / "samples", kind, step), told)  # type: ignore[arg-type]
     for log in ("my_verl_run", "my_project/my_run"):
-        writer = TensorBoard(made / "tensorboard" / log)
-        for step in (1, 2, 3):
-            writer.log({"timing_s/gen": 45.0, "timing_s/update_actor": 130.0, "timing_s/reward": 60.0 + step}, step)
-        writer.finish()
+        row = {"timing_s/gen": 45.0, "timing_s/update_actor": 130.0, "timing_s/reward": 61.0}
+        write_events(made / "tensorboard" / log, row, steps=3)
     return made
 
 

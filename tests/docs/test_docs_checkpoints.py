@@ -79,7 +79,7 @@ def test_the_files_it_shows_are_those_of_a_checkpoint(tmp_path: Path) -> None:
     (aside / "trainer" / "weights").write_bytes(b"0")
     store.link(13, aside)
     store.save_states(aside, {"actor": 12})
-    store.commit(12, {})
+    store.commit(12)
     shown = re.findall(r"^      ([\w.]+)/? +\w", TEXT, re.MULTILINE)
     assert "runs/NAME/checkpoints/step_000012/" in TEXT
     assert sorted(shown) == sorted(path.name for path in (store.directory / "step_000012").iterdir())

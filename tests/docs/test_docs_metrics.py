@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dataflow.running.reporting.tracking import FIELDS, TIMINGS
+from dataflow.running.reporting.timings import FIELDS, TIMINGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 TEXT = PAGE.read_text(encoding="utf-8")

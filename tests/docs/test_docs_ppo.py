@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dataflow.config.keys.overrides import fields, parse_overrides
 from dataflow.planning.workload import CRITIC
-from dataflow.running.reporting.tracking import FIELDS
+from dataflow.running.reporting.timings import FIELDS
 from pipelines.ppo_critic import Config, pipeline
 
 ROOT = Path(__file__).parents[2]

@@ -48,7 +48,7 @@ store = CheckpointStore(Path(sys.argv[1], "checkpoints"), keep_last=2)
 for step, size in ((1, 1_000), (2, 100_000), (3, 200_000), (4, 1_000)):
     try:
         (store.begin(step) / "weights").write_bytes(bytes(size))
-        store.commit(step, {})
+        store.commit(step)
     except OSError as error:
         print(step, error.strerror)
         store.discard(step)

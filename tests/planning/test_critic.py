@@ -16,7 +16,7 @@ from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload
 from dataflow.policy import PRESETS, expand, preset
-from dataflow.running.reporting.tracking import timing_names
+from dataflow.running.reporting.timings import timing_names
 from tests.planning.sources.test_verl import write
 from tests.rigs.costs import SteadyCosts
 from tests.rigs.scheduling import simulate as run

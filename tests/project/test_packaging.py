@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.running.reporting.tensorboard import TensorBoard
+from tests.rigs.events import write_events
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "ray", "verl", "transformers", "tensordict", "pydantic", "matplotlib", "aiohttp")
@@ -136,10 +136,7 @@ def test_the_base_alone_plans_draws_and_compares(
     light: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     logged = tmp_path_factory.mktemp("log")  # as verl writes it
-    writer = TensorBoard(logged)
-    for step in (1, 2):
-        writer.log({"timing_s/gen": 2.0, "timing_s/update_actor": 3.0, "timing_s/reward": 4.0}, step)
-    writer.finish()
+    write_events(logged, {"timing_s/gen": 2.0, "timing_s/update_actor": 3.0, "timing_s/reward": 4.0}, steps=2)
     runs = [str(ROOT / "docs" / "traces" / f"{policy}.json.gz") for policy in ("baseline", "both")]
     pipeline = str(ROOT / "pipelines" / "gsm8k_grpo.py")
     for words, says in (

@@ -17,8 +17,8 @@ from dataflow.planning.planner import predict
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import expand, preset
 from dataflow.runner import Runner
-from dataflow.running.reporting.live import picture
-from dataflow.running.reporting.tracking import step_metrics
+from dataflow.running.reporting.progress import picture
+from dataflow.running.reporting.timings import step_metrics
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.causes.attribution import exposed_waits, summary

@@ -35,7 +35,7 @@ def save(store: CheckpointStore, step: int, text: str = "weights") -> int:
     store.save_states(directory, {"actor": step, "pair": (step, text)})
     if (store.directory / "drawn" / f"step_{step + 1:06}.pkl").exists():
         store.link(step + 1, directory)
-    return store.commit(step, {"steps": step})
+    return store.commit(step)
 
 
 def names(directory: Path) -> list[str]:

@@ -76,11 +76,10 @@ def url() -> Iterator[str]:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("policy", ["baseline", "both"])
 def test_the_model_is_awake_only_while_it_scores_and_nothing_else_runs_then(
-    policy: str, url: str, tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url: str, tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = [f"policy={policy}", f"model.path={tiny_qwen}", f"runs={tmp_path}", f"reward.models.rm.url={url}"]
+    keys = ["policy=both", f"model.path={tiny_qwen}", f"runs={tmp_path}", f"reward.models.rm.url={url}"]
     assert main(["run", PIPELINE, *SMALL, *keys, "reward.models.rm.placement=colocated"]) == 0
     counts = json.loads((tmp_path / "a" / "summary.json").read_text())["rewards"]
     assert (counts["scored"], counts["failed"]) == (counts["requested"], 0)

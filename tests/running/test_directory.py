@@ -14,7 +14,6 @@ from dataflow.running.directory import (
     check_unlocked,
     locked,
     make_directory,
-    remove_directory,
     remove_temporary,
 )
 
@@ -80,13 +79,3 @@ def test_a_run_that_is_going_on_is_named_with_its_process(tmp_path: Path) -> Non
             pass
     with locked(tmp_path):
         assert (tmp_path / LOCK).read_text() != "123\n"
-
-
-def test_with_a_run_go_the_folders_made_for_it_unless_another_has_begun(tmp_path: Path) -> None:
-    runs = tmp_path / "my" / "runs"
-    for name in ("a", "b"):
-        (runs / name).mkdir(parents=True)
-    remove_directory(runs / "a", [runs, runs.parent])
-    assert [each.name for each in runs.iterdir()] == ["b"]
-    remove_directory(runs / "b", [runs, runs.parent])
-    assert list(tmp_path.iterdir()) == []

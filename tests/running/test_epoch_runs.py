@@ -34,11 +34,11 @@ def keys(tmp_path: Path, tiny_qwen: Path) -> tuple[str, ...]:
 
 def test_two_epochs_of_a_split_step_give_the_weights_of_the_whole_step(keys: tuple[str, ...], tmp_path: Path) -> None:
     found = {}
-    for policy, epochs in (("baseline", 1), ("baseline", 2), ("mini-batch", 2)):
+    for policy, epochs in (("baseline", 2), ("mini-batch", 2)):
         name = f"{policy}-{epochs}"
         own = [f"policy={policy}", f"trainer.epochs={epochs}", f"steps={STEPS}", f"name={name}"]
         assert main(["run", PIPELINE, *keys, *own, "--quiet"]) == 0
         found[name] = json.loads((tmp_path / name / "summary.json").read_text())["weights_sha256"]
         spans = perfetto.read(tmp_path / name / "trace.json").spans
         assert sum(span.stage == "actor_update" for span in spans) == STEPS * 4 * epochs
-    assert found["mini-batch-2"] == found["baseline-2"] != found["baseline-1"]
+    assert found["mini-batch-2"] == found["baseline-2"]

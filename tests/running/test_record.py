@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from dataflow.running.directory import remove_temporary
-from dataflow.running.record import Backends, Record
-from dataflow.running.remains import EVALUATIONS, finish
+from dataflow.running.record import EVALUATIONS, Record
+from dataflow.running.remains import finish_killed
+from dataflow.running.summary import SUMMARY, read_summary
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Mark, Span
@@ -23,7 +24,7 @@ META = {"status": "running", "resources": {"gpu": 1, "reward": None}, "started":
 
 
 def opened(directory: Path) -> Record:
-    record = Record(directory, Backends([]))
+    record = Record(directory)
     record.open(META)
     return record
 
@@ -47,7 +48,7 @@ def train(record: Record, step: int, **metrics: float) -> None:
 def go_on(directory: Path) -> Record:
     """Opens the record as a process does that resumes the run from step POINT."""
     remove_temporary(directory)
-    record = Record(directory, Backends([]))
+    record = Record(directory)
     record.load()
     record.cut(POINT, frozenset({"rollout"}), AHEAD)
     record.open(META)
@@ -57,9 +58,7 @@ def go_on(directory: Path) -> Record:
 
 def facts(record: Record) -> dict[str, Any]:
     """Returns what the files of a record and its summary say, once it is closed."""
-    record.summarise(1.0)
-    record.leave(1.0)
-    record.close()
+    record.end("finished", 1.0)
     trace = perfetto.load(str(record.directory))
     rows = [json.loads(line) for line in (record.directory / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -80,137 +79,93 @@ def killed(tmp_path: Path) -> Iterator[Path]:
     for step in range(1, STEPS + 1):
         train(record, step)
     yield tmp_path
-    record.leave(1.0)
-    record.close()
+    record.end("failed", 1.0)
 
 
-def test_the_summary_counts_the_evaluation_before_the_kill(killed: Path) -> None:
+def test_a_resumed_run_has_each_task_each_row_and_each_request_once(killed: Path) -> None:
     record = go_on(killed)
+    evaluate(record, POINT)
     for step in range(POINT + 1, STEPS + 1):
         train(record, step)
     found = facts(record)
-    assert found["rewards"]["requested"] == 2 + STEPS
-    assert found["rewards"]["retried"] == STEPS
-    assert found["evaluations"] == {0: 0.5}
-    assert found["rows"] == [0, *range(1, STEPS + 1)]
+    assert found["rows"] == [0, 1, 2, POINT, 3, 4]
+    assert sorted(found["tasks"]) == sorted({*found["tasks"]})
+    assert (found["rewards"]["requested"], found["rewards"]["retried"]) == (2 + 2 + STEPS, STEPS)
+    assert found["rewards"]["tokens"] == 10 * STEPS
+    assert found["evaluations"] == {0: 0.5, POINT: 0.5 + POINT}
+    assert read_summary(killed)["resumed"] == [POINT]
+    # From the same checkpoint again: the evaluation is kept.
+    assert facts(go_on(killed))["rewards"]["requested"] == 2 + 2 + POINT
+    assert [span.step for span in perfetto.read(killed / EVALUATIONS).spans] == [0, POINT]
 
 
 def test_the_time_in_all_of_a_resumed_run_counts_all_its_processes(killed: Path) -> None:
     record = go_on(killed)
-    record.summarise(7.0)
-    assert record.summary["total_s"] == STEPS + 1 + 7.0, "the killed process, from second 0 to the end of its last task"
-    record.leave(7.0)
-    record.close()
+    record.end("failed", 7.0)
+    traced = STEPS + 1  # of the killed process, from second 0 to the end of its last task
+    assert record.summary["total_s"] == traced + 7.0
     again = go_on(killed)
-    again.summarise(3.0)
-    assert again.summary["total_s"] == STEPS + 1 + 7.0 + 3.0
-    again.leave(3.0)
-    again.close()
+    again.end("finished", 3.0)
+    assert again.summary["total_s"] == traced + 7.0 + 3.0
 
 
-def test_the_summary_of_a_killed_run_counts_it_too(killed: Path) -> None:
-    finish(killed, "failed", STEPS)
-    summary = json.loads((killed / "summary.json").read_text())
-    assert summary["rewards"]["requested"] == 2 + STEPS
-    assert summary["status"] == "failed"
-
-
-def test_a_summary_is_of_the_last_attempt(killed: Path) -> None:
+def test_the_summary_of_a_killed_run_is_made_from_its_files_and_is_of_its_last_attempt(killed: Path) -> None:
+    said = finish_killed(killed, "failed", STEPS + 2)
+    again = f"'dataflow run' with name={killed.name} and resume=auto begins it again"
+    drawn = f"'dataflow timeline {killed} -o {killed}.html' draws what it did"
+    assert said == f"stopped after {STEPS} of {STEPS + 2} steps; {again}, {drawn}"
+    summary = read_summary(killed)
+    assert (summary["status"], summary["steps"], summary["rewards"]["requested"]) == ("failed", STEPS, 2 + STEPS)
+    assert summary["rewards"]["tokens"] == 10 * STEPS
     record = go_on(killed)
-    record.leave(1.0)  # as the trainer died
+    assert not (killed / SUMMARY).exists(), "it was of the process before"
+    record.end("failed", 1.0)  # as the trainer died
     record.cut(POINT, frozenset({"rollout"}), AHEAD)
     record.open(META)
-    for step in range(POINT + 1, STEPS + 1):
+    for step in range(POINT + 1, STEPS):
         train(record, step)
-    assert finish(killed, "failed", STEPS + 2).startswith(f"stopped after {STEPS} of {STEPS + 2} steps")
-    record.leave(1.0)
-    record.close()
+    assert finish_killed(killed, "failed", STEPS).startswith(f"stopped after {STEPS - 1} of {STEPS} steps")
 
 
-def test_what_was_paid_never_falls_whenever_a_process_is_killed(killed: Path) -> None:
-    def spent() -> tuple[int, int]:
-        """Returns what a supervisor writes, and checks that the next process begins with it."""
-        finish(killed, "failed", STEPS)
-        counts = json.loads((killed / "summary.json").read_text())["rewards"]
-        (killed / "summary.json").unlink()
-        again = Record(killed, Backends([]))
-        again.load()
-        again.summarise(0.0)
-        assert again.summary["rewards"] == counts
-        return counts["tokens"], counts["hedged"]
-
+def test_what_the_agents_have_used_since_the_last_row_is_in_the_summary(killed: Path) -> None:
     record = go_on(killed)
-    record.leave(1.0, {"reward": {"tokens": 7, "hedged": 2}})  # interrupted: after the last row
-    record.close()
-    unopened = Record(killed, Backends([]))
-    unopened.load()
-    unopened.cut(POINT, frozenset({"rollout"}), AHEAD)  # killed while its services start
-    assert json.loads((killed / "summary.json").read_text())["rewards"]["tokens"] == 10 * STEPS + 7
-    record = go_on(killed)
-    assert spent() == (10 * STEPS + 7, 2)
     train(record, POINT + 1)
-    assert spent() == (10 * STEPS + 7 + 10, 2)
-    record.leave(1.0, {"reward": {"tokens": 15, "hedged": 0}})  # the trainer died
-    record.cut(POINT, frozenset({"rollout"}), AHEAD)
-    record.open(META)
-    assert spent() == (10 * STEPS + 7 + 15, 2)
-    record.leave(1.0)
-    record.close()
+    record.end("interrupted", 1.0, {"reward": {"tokens": 17, "hedged": 2}})
+    counts = read_summary(killed)["rewards"]
+    assert (counts["tokens"], counts["hedged"]) == (10 * POINT + 17, 2)
 
 
-def test_evaluations_after_the_checkpoint_are_not_counted(killed: Path) -> None:
-    record = go_on(killed)
-    evaluate(record, POINT)
-    evaluate(record, POINT + 1)
-    record.leave(1.0)
-    record.close()
-    assert facts(go_on(killed))["rewards"]["requested"] == 2 + POINT + 2
-    assert [span.step for span in perfetto.read(killed / EVALUATIONS).spans] == [0, POINT, POINT + 1]
-
-
-def test_evaluations_that_cannot_be_read_are_left_out(killed: Path) -> None:
-    (killed / EVALUATIONS).write_text("[1")
-    assert facts(go_on(killed))["rewards"]["requested"] == POINT
+@pytest.mark.parametrize("file", ["trace.json", EVALUATIONS, "metrics.jsonl", SUMMARY])
+def test_a_run_goes_on_without_a_file_that_cannot_be_read(killed: Path, file: str) -> None:
+    (killed / file).write_text("[1")
+    assert facts(go_on(killed))["rewards"]["requested"] == {"trace.json": 2, EVALUATIONS: POINT}.get(file, 2 + POINT)
 
 
 def test_an_evaluation_that_was_not_scored_before_the_kill_is_said(tmp_path: Path) -> None:
     pipeline = grpo_pipeline(val_every=1)
-    record = Record(tmp_path, Backends([]))
+    record = Record(tmp_path)
     record.open({**META, "job": {"pipeline": pipeline.facts()}})
     evaluate(record)
     record.begin(100.0)
     for step in range(1, STEPS + 1):
         train(record, step)
     evaluate(record, 2)  # those of steps 1 and 3 are still being scored
+    record.end("failed", 1.0)
     for point, sentence in ((4, "no evaluation of step 1, 3: "), (2, "no evaluation of step 1: "), (1, None)):
         with logged() as warnings:
             record.cut(point, frozenset(), 0)
         assert [sentence in text for text in warnings if sentence] == [True] * bool(sentence), warnings
         assert sentence or not warnings
-    record.open(META)
-    record.leave(1.0)
-    record.close()
 
 
-@pytest.mark.parametrize(
-    ("point", "said"),
-    [(STEPS, {}), (STEPS + 1, {"metrics.jsonl": STEPS}),
-     (STEPS + AHEAD + 1, {"metrics.jsonl": STEPS, "trace.json": STEPS + AHEAD})],
-)  # fmt: skip
-def test_a_record_that_ends_before_the_checkpoint_is_said(killed: Path, point: int, said: dict[str, int]) -> None:
-    record = Record(killed, Backends([]))
+def test_metrics_that_end_before_the_checkpoint_are_said(killed: Path) -> None:
+    record = Record(killed)
     record.load()
     with logged() as warnings:
-        record.cut(point, frozenset(), 0)
-    assert len(warnings) == len(said)
-    for warning, (name, last) in zip(warnings, said.items(), strict=True):
-        assert f"{name} ends in step {last}, but the checkpoint is of step {point}: " in warning
-
-
-def test_metrics_that_are_no_text_are_left_out(killed: Path) -> None:
-    metrics = killed / "metrics.jsonl"
-    metrics.write_bytes(b"\xff\xfe\n" + metrics.read_bytes())
-    assert facts(go_on(killed))["rows"][-POINT:] == list(range(1, POINT + 1))
+        record.cut(STEPS, frozenset(), 0)
+        assert warnings == []
+        record.cut(STEPS + 1, frozenset(), 0)
+    assert f"metrics.jsonl ends in step {STEPS}, but the checkpoint is of step {STEPS + 1}: " in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -227,8 +182,7 @@ def test_steps_that_train_nothing_are_said_once(most: list[float], warned: list[
             record.step(step, {"late": 1.0}, 10)
     assert [text in line for text, line in zip(warned, warnings, strict=True)] == [True] * len(warned)
     assert all("score (mean 0.25); look" in line and f"'dataflow samples {tmp_path}'" in line for line in warnings)
-    record.leave(1.0)
-    record.close()
+    record.end("failed", 1.0)
 
 
 def cut_under_kills(place: str) -> None:

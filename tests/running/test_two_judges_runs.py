@@ -61,9 +61,15 @@ def agents(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("policy", ["mini-batch", "both+stream"])
-def test_both_agents_score_each_sample(policy: str, tmp_path: Path, tiny_qwen: Path) -> None:
-    directory = run(tmp_path, tiny_qwen, "executor=inline", f"policy={policy}")
+def test_both_agents_score_each_sample_and_a_resume_pays_none_twice(tmp_path: Path, tiny_qwen: Path) -> None:
+    keys = (
+        "executor=inline",
+        "policy=both+stream",
+        "policy.order=index",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=3",
+    )
+    directory = run(tmp_path, tiny_qwen, *keys)
     for name, counts in agents(directory).items():
         assert (counts["requested"], counts["scored"]) == (16, 16), name
         assert (counts["failed"], counts["cancelled"]) == (0, 0), name
@@ -83,6 +89,12 @@ def test_both_agents_score_each_sample(policy: str, tmp_path: Path, tiny_qwen: P
     assert min(slow) >= 0.19
     for name in ("rewards.sqlite", "rewards_rule.sqlite"):
         assert (directory / name).is_file()
+    shutil.rmtree(directory / "checkpoints" / "step_000002")
+    (directory / "summary.json").unlink()
+    assert main(["resume", str(directory), "rule.concurrency=4", "steps=3", "--quiet"]) == 0
+    for name, counts in agents(directory).items():
+        assert (counts["requested"], counts["scored"], counts["failed"]) == (24, 24, 0), name
+        assert counts["cached"] == 8, f"step 2 of {name} is in its ledger"
 
 
 @pytest.mark.heavy
@@ -135,16 +147,3 @@ def test_the_limits_of_each_agent_may_change_when_a_run_resumes() -> None:
     for key in ("rule.on_failure=score:0", "rule.manager=dapo", "rule.custom_reward_function.path=x.py"):
         with pytest.raises(ConfigError, match="it would be another run"):
             check_changes(before, config("name=a", key), Path("a"))
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(240)
-def test_a_resumed_run_pays_no_agent_twice(tmp_path: Path, tiny_qwen: Path) -> None:
-    keys = ("executor=inline", "policy=both", "checkpoint.every=1", "checkpoint.keep_last=3")
-    directory = run(tmp_path, tiny_qwen, *keys)
-    shutil.rmtree(directory / "checkpoints" / "step_000002")
-    (directory / "summary.json").unlink()
-    assert main(["resume", str(directory), "rule.concurrency=4", "steps=3", "--quiet"]) == 0
-    for name, counts in agents(directory).items():
-        assert (counts["requested"], counts["scored"], counts["failed"]) == (24, 24, 0), name
-        assert counts["cached"] == 8, f"step 2 of {name} is in its ledger"

@@ -222,7 +222,7 @@ def test_a_checkpoint_holds_actor_and_critic(tmp_path: Path) -> None:
     found = saving.store.newest()
     assert found is not None
     assert found.states() == {"actor": 2, "critic": -2, "weights_version": 2}
-    assert (found.trainer / "state").read_text() == "actor"
+    assert (found.service("trainer") / "state").read_text() == "actor"
     assert (found.service("critic") / "state").read_text() == "critic"
 
 

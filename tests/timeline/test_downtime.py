@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.running.remains import summarise
-from dataflow.running.reporting.tracking import step_metrics
+from dataflow.running.reporting.timings import step_metrics
+from dataflow.running.summary import summarise
 from dataflow.timeline import perfetto
 from dataflow.timeline.causes.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
 from dataflow.timeline.causes.culprits import culprits

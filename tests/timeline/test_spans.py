@@ -92,7 +92,7 @@ def test_ends_and_begins_at_one_time_are_one_change() -> None:
 def test_the_timeline_loads_nothing_heavy() -> None:
     code = (
         "import sys, dataflow.timeline.causes.attribution, dataflow.timeline.perfetto, dataflow.timeline.text,"
-        " dataflow.timeline.picture, dataflow.running.reporting.tracking;"
+        " dataflow.timeline.picture, dataflow.running.reporting.timings;"
         "print([m for m in ('torch', 'ray', 'verl', 'matplotlib', 'numpy') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

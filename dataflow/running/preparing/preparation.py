@@ -24,8 +24,8 @@ from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.preparing.prompts import Prompts, check_same, settle_trained
 from dataflow.running.preparing.remarks import remarks
-from dataflow.running.reporting.dashboards import check_backends
 from dataflow.running.reporting.progress import Progress
+from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import (
     CRITIC,
     REWARD,

@@ -1,42 +1,64 @@
-"""Metrics of a run: metrics.jsonl, the dashboards that show it, and summary.json.
+"""The rows of a run's metrics: in ``metrics.jsonl``, in TensorBoard's files, and in other backends of verl's Tracking.
 
-metrics.jsonl is written first and flushed after each step, so that it has all finished steps of a killed run.
+metrics.jsonl is written first and flushed after each step, so that it has all finished steps of a killed run. A run
+that resumes cuts it off behind its checkpoint, and makes the files of TensorBoard and of verl's file logger again from
+it. A service (W&B, SwanLab, MLflow) cannot cut anything off: the run goes on under the id that it has there, and a step
+that is trained again is logged again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
-import math
 import os
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from dataflow.errors import ConfigError
 from dataflow.files import replaced, written
-from dataflow.running.reporting.dashboards import Dashboards, Row
-from dataflow.running.reporting.run_ids import FILE as IDS
-from dataflow.timeline.agents import causes_of
-from dataflow.timeline.causes.attribution import pool_waits
-from dataflow.timeline.spans import POOLS, Trace, covered
+from dataflow.system import clock
+from dataflow.system.children import safe_path
 from dataflow.usercode.numeric import finite
 
-# verl's names for stages with a role; any other stage keeps its own name.
-TIMINGS = {"samples": "gen", "trains": "update_actor"}
-FIELDS = {"old_log_probs": "old_log_prob", "ref_log_probs": "ref", "advantages": "adv"}
-FIELDS |= {"values": "values", "critic": "update_critic"}
-"""verl's names for stages, by a field that they write."""
-_TAKEN = {*TIMINGS.values(), *FIELDS.values(), "testing", "reward", "step"}
-"""What follows ``timing_s/`` in a name that means one thing, whatever the stages are called."""
+if TYPE_CHECKING:
+    from verl.utils.tracking import Tracking
 
 METRICS = "metrics.jsonl"
-CUT = "metrics.cut.jsonl"
-"""File with the rows that resumes cut off from ``metrics.jsonl``, each with its number in the order of logging."""
+IDS = "tracking.json"
+"""File of a run's directory with the environment variables by which the services find the run again."""
+_BOARD, _LOGGED = "tensorboard", "verl.jsonl"
+_FILES = ("tensorboard", "file")
+"""Backends whose files are in the run's directory."""
+_AXIS = "training/global_step"
+"""verl's name of a row's step: the axis of W&B's charts, whose own steps count the rows, as it takes no earlier one."""
+_PACKAGES = ("clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+"""Backends that are packages of the same name."""
+_CHOSEN = {"wandb": "WANDB_RUN_ID", "swanlab": "SWANLAB_RUN_ID"}
+"""Services that take an id which the run chooses; MLflow gives one."""
+_MLFLOW = "MLFLOW_RUN_ID"
+
+
+def check_backends(backends: Sequence[str]) -> None:
+    """Checks that each backend's package is installed. Imports none of them.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for backend in backends:
+        if backend in _PACKAGES and importlib.util.find_spec(backend) is None:
+            raise ConfigError(
+                f"tracking.backends: '{backend}' needs the package {backend}, which is not installed; run "
+                f"pip install {backend}, or take the backend out."
+            )
 
 
 class Tracker:
-    """Writes the metrics of a run, a step at a time.
+    """Writes the metrics of a run, a row at a time.
 
     Args:
         directory: of the run; made if missing. Gets ``metrics.jsonl``, and ``tensorboard/`` if that is a backend.
@@ -46,7 +68,7 @@ class Tracker:
         upto: the last step to keep of what the run wrote before; None for a new run.
 
     Raises:
-        ConfigError: verl does not have a backend, or its package is not installed.
+        ConfigError: a backend cannot be opened.
         RunError: the files cannot be written.
     """
 
@@ -60,56 +82,59 @@ class Tracker:
         upto: int | None = None,
     ) -> None:
         self.directory = Path(directory)
+        self._backends: dict[str, Tracking | _TensorBoard] = {}
         with self._written():
             self.directory.mkdir(parents=True, exist_ok=True)
-            kept, cut = ([], []) if upto is None else self._cut(upto)
-            self._dashboards = Dashboards(
-                self.directory, backends, project, name, config or {}, None if upto is None else (kept, cut)
-            )
-            # Append, so that a resumed run continues the file.
+            before = [] if upto is None else self._cut(upto)
+            if others := [backend for backend in backends if backend != _BOARD]:
+                tracking = _open(self.directory, others, project, name, config or {}, upto is not None)
+                self._backends |= dict.fromkeys(tracking.logger, tracking)
+            if _BOARD in backends:
+                self._backends[_BOARD] = _TensorBoard(self.directory / _BOARD)
             self._file: IO[str] | None = (self.directory / METRICS).open("a", encoding="utf-8")
-            self._number = len(kept) + len(cut)
+            for row in before:
+                self._show(row["step"], row, _FILES)
 
-    def _cut(self, upto: int) -> tuple[list[Row], list[Row]]:
-        """Moves the rows of later steps into a file of their own; returns the rows that stay, and all in that file."""
-        cut = [Row(row.pop("number"), row.pop("step"), row) for row in read_metrics(self.directory / CUT)]
-        lines = list(read_metrics(self.directory / METRICS))
-        moving = [line for line in lines if line["step"] > upto]
-        if moving and [row.line for row in cut[-len(moving) :]] == moving:
-            del cut[-len(moving) :]  # by a process that was killed before it replaced metrics.jsonl
-        taken = {row.number for row in cut}
-        numbers = (number for number in count() if number not in taken)
-        rows = [Row(next(numbers), row.pop("step"), row) for row in lines]
-        kept, late = [row for row in rows if row.step <= upto], [row for row in rows if row.step > upto]
-        if (self.directory / IDS).exists():  # a service has them
-            with replaced(self.directory / CUT) as temporary:
-                moved = (json.dumps({"number": row.number, **row.line}) + "\n" for row in [*cut, *late])
-                temporary.write_text("".join(moved), encoding="utf-8")
+    def _cut(self, upto: int) -> list[dict[str, Any]]:
+        """Removes the rows of later steps, and what is made again from those that stay, which it returns."""
+        kept = [row for row in read_metrics(self.directory / METRICS) if row["step"] <= upto]
         with replaced(self.directory / METRICS) as temporary:
-            temporary.write_text("".join(json.dumps(row.line) + "\n" for row in kept), encoding="utf-8")
-        return kept, [*cut, *late]
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        shutil.rmtree(self.directory / _BOARD, ignore_errors=True)
+        (self.directory / _LOGGED).unlink(missing_ok=True)
+        return kept
 
     def _written(self) -> AbstractContextManager[None]:
         return written("metrics of the run", self.directory)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a step's metrics.
+        """Writes a row.
 
         Args:
-            step: counts from 1; 0 for metrics from before training.
+            step: counts from 1; 0 for metrics from before training. An evaluation that ends late has an earlier one.
             metrics: numbers by name; numpy and torch scalars become numbers, NaN and infinities null.
 
         Raises:
-            RunError: they cannot be written.
+            RunError: it cannot be written.
         """
         if self._file is None:
             raise ValueError(f"metrics of step {step}: the tracker is closed.")
-        numbers = finite(metrics)
+        row = {"step": step, **finite(metrics)}
         with self._written():
-            row, self._number = Row(self._number, step, numbers), self._number + 1
-            self._file.write(json.dumps(row.line, allow_nan=False) + "\n")
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
-            self._dashboards.show(row)
+            self._show(step, row)
+
+    def _show(self, step: int, row: Mapping[str, Any], backends: Sequence[str] | None = None) -> None:
+        """Sends the numbers of a row to some backends, by default to all."""
+        numbers = {name: of for name, of in row.items() if isinstance(of, int | float) and name != "step"}
+        for backend, tracking in self._backends.items() if numbers else ():
+            if backends is not None and backend not in backends:
+                continue
+            if backend == "wandb":
+                tracking.log({**numbers, _AXIS: step}, None, backend=[backend])
+            else:
+                tracking.log(numbers, step, backend=[backend])
 
     def close(self, exit_code: int = 0) -> None:
         """Flushes and closes everything; a second call does nothing.
@@ -127,7 +152,8 @@ class Tracker:
             try:
                 file.close()
             finally:
-                self._dashboards.close(self._number, exit_code)
+                for tracking in self._backends.values():  # here, as verl's __del__ would fail at interpreter exit
+                    tracking.finish(exit_code=exit_code)
 
     def __enter__(self) -> Tracker:
         return self
@@ -151,81 +177,78 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def evaluation_in(metrics: Mapping[str, float | None]) -> tuple[float, bool] | None:
-    """Returns the mean score of an evaluation, and whether it is an accuracy; None of a row without an evaluation.
+class _TensorBoard:
+    """TensorBoard's own writer, as verl's Tracking, whose import takes 7 s of CPU that most runs need for nothing else.
 
     Args:
-        metrics: of a row. Stages of a user's own may log ``val-core/*`` alone, each of which counts alike then.
+        directory: of the files.
     """
-    scores = [value for name, value in metrics.items() if name.startswith("val-core/") and value is not None]
-    if not scores:
-        return None
-    from dataflow.stages.validate import ACCURACY, SCORE
 
-    mean = metrics.get(SCORE)
-    return sum(scores) / len(scores) if mean is None else mean, metrics.get(ACCURACY) is not None
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        self._writer = EventFileWriter(str(directory))
 
-def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Writes a summary as JSON; the file is replaced atomically.
+    def log(self, data: Mapping[str, float], step: int | None, backend: Sequence[str]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-    Raises:
-        RunError: it cannot be written.
-    """
-    with written("summary", path), replaced(path) as temporary:
-        temporary.write_text(json.dumps(finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in data.items()]
+        self._writer.add_event(Event(wall_time=clock.now(), step=step, summary=Summary(value=values)))
+
+    def finish(self, exit_code: int = 0) -> None:
+        self._writer.close()
 
 
-def step_metrics(trace: Trace, step: int) -> dict[str, float]:
-    """Returns the times of a step under verl's names, in seconds.
+def _open(
+    directory: Path, backends: Sequence[str], project: str, name: str, config: Mapping[str, Any], resumes: bool
+) -> Tracking:
+    """Opens verl's backends, in a service as the run that it knows. Imports verl, which takes seconds."""
+    from verl.utils.tracking import Tracking
 
-    A step's time window runs from the end of the previous step (its last training task) to its own end. The windows
-    cover the run without overlap, so ``timing_s/step`` and the waits add up over the steps. Time in
-    which the run was not running, between a kill and the resume, counts in neither.
+    file = directory / IDS
+    known = json.loads(file.read_text()) if resumes and file.exists() else {}
+    ids = {variable: known.get(variable) or secrets.token_hex(8) for variable in _CHOSEN.values()}
+    # An id in the environment is the user's, as some clouds set it, and stays.
+    ids = {name: os.environ.get(name) or own for name, own in {**known, **ids}.items()}
+    places = {"VERL_FILE_LOGGER_PATH": str(directory / _LOGGED)}
+    modes = {name: os.environ.get(name) or "allow" for name in ("WANDB_RESUME", "SWANLAB_RESUME")}
+    # verl's wandb backend always reads config["trainer"]. MLflow has the parameters of a run that goes on, and refuses
+    # one that has changed, such as more steps.
+    config = {"trainer": {}, **({} if _MLFLOW in known else config)}
+    try:
+        with _environment({**places, **modes, **ids}), safe_path():
+            tracking = Tracking(project, name, default_backend=list(backends), config=config)
+    # If a service refuses a key or cannot be reached, its package raises errors of its own.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        raise ConfigError(
+            f"tracking.backends={backends}: cannot be opened ({reason}); check the key, or take the backend out."
+        ) from error
+    if "wandb" in tracking.logger:
+        tracking.logger["wandb"].define_metric(_AXIS, summary="max")
+        tracking.logger["wandb"].define_metric("*", step_metric=_AXIS)
+    if "mlflow" in tracking.logger:
+        import mlflow
 
-    Args:
-        trace: of the run so far; the step's training tasks must be in it.
-        step: number of the step.
-
-    Returns:
-        ``timing_s/<stage>``: time in which the tasks of this step ran that the stage, or the stages of one verl name,
-        have, even outside the window;
-        ``timing_s/reward``: how long the GPUs waited for rewards in the window, of several agents also for each,
-        ``timing_s/reward/<agent>``; ``timing_s/step``: its length;
-        ``overlap/exposed_wait_s``, ``overlap/gpu_busy_frac``: all waits and the busy share in the window.
-        Empty if no training task of the step is in the trace.
-    """
-    own = [s for s in trace.spans if s.step == step]
-    training = [s for s in own if not s.optional]
-    if not training:
-        return {}
-    start = trace.window[0]
-    begin = max((s.end for s in trace.spans if s.step < step and not s.optional), default=start)
-    end = max(begin, max(s.end for s in training))
-    names = timing_names(trace)
-    ran: dict[str, list[tuple[float, float]]] = {}
-    for span in own:
-        ran.setdefault(names.get(span.stage, span.stage), []).append((span.begin, span.end))
-    metrics = {f"timing_s/{name}": covered(spans, -math.inf, math.inf) for name, spans in ran.items()}
-    waits = pool_waits(trace, (begin, end))
-    waited = sum(waits.values())
-    by_agent = {agent: waits.get(cause, 0.0) for cause, agent in causes_of(trace).items()}
-    metrics["timing_s/reward"] = sum(by_agent.values())
-    if len(by_agent) > 1:
-        metrics |= {f"timing_s/reward/{agent}": seconds for agent, seconds in by_agent.items()}
-    metrics["timing_s/step"] = took = trace.running_s(begin, end)
-    metrics["overlap/exposed_wait_s"] = waited
-    metrics["overlap/gpu_busy_frac"] = 1 - waited / took if took > 0 else 0.0
-    return metrics
+        if (active := mlflow.active_run()) is not None:
+            ids[_MLFLOW] = active.info.run_id
+    if {*backends} & {*_CHOSEN, "mlflow"}:
+        with replaced(file) as temporary:
+            temporary.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    return tracking
 
 
-def timing_names(trace: Trace) -> dict[str, str]:
-    """Returns verl's name for each stage that verl times as well; for a validation, the stage that samples.
-
-    A stage that has such a name, or that of a sum, and does something else is ``stage/NAME``.
-    """
-    placed = trace.placed
-    names = {stage: f"stage/{stage}" for stage in placed if stage in _TAKEN or stage.startswith("reward/")}
-    names |= {stage: TIMINGS[role] for stage, role in trace.roles.items() if role in TIMINGS}
-    names |= {stage: "testing" for stage in trace.with_role("validates") if placed.get(stage) in POOLS}
-    return names | {s["name"]: FIELDS[field] for s in trace.declared for field in s["writes"] if field in FIELDS}
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables while verl's constructors read them, so that a second run does not inherit them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -2,20 +2,19 @@
 
     runs/NAME/checkpoints/
       step_000012/            whole: it was renamed to this name after all its files were on the disk
-        manifest.json         see `dataflow.running.saving.manifest`
+        manifest.json         step, and size and SHA-256 of each other file
         trainer/              files of torch.distributed.checkpoint
         states.pkl            states of the graph
         samples_000013.pkl    samples that were drawn before the checkpoint, and are trained on after it
-      .step_000024.PID/       being written, or being removed; its writer holds a lock on it
+      .step_000024.PID/       being written; the next process that writes a checkpoint removes what a killed one left
       drawn/                  samples for checkpoints to come
 
-A killed process leaves an unfinished directory, which the next process that writes a checkpoint removes. The disk alone
-decides which checkpoints are kept, so a resumed run keeps the same ones as one that never stopped.
+The disk alone decides which checkpoints are kept, so a resumed run keeps the same ones as one that never stopped.
 """
 
 from __future__ import annotations
 
-import fcntl
+import json
 import os
 import pickle
 import re
@@ -27,20 +26,22 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from dataflow.errors import ConfigError, DataError
-from dataflow.files import replaced
-from dataflow.running.reporting.tracking import METRICS, evaluation_in, read_metrics
-from dataflow.running.saving.manifest import Manifest, Torn, read_manifest, sync, write_manifest
+from dataflow.errors import ConfigError, DataError, DataflowError
+from dataflow.files import replaced, sha256_of
+from dataflow.running.reporting.tracking import METRICS, read_metrics
+from dataflow.running.summary import evaluation_in
 from dataflow.usercode.pickling import dump
 
 if TYPE_CHECKING:
     from dataflow.config.base import BaseConfig
 
+_MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{6,})")
-_ASIDE = re.compile(r"\.step_\d{6,}\..+")
 _DRAWN = re.compile(r"\.?step_(\d{6,})\.pkl(\.\d+)?")
-_HELD: dict[Path, int] = {}
-"""Descriptors that lock the directories which this process writes to. A store may have copies in its process."""
+
+
+class Torn(DataflowError):
+    """A checkpoint is not whole; the message says what is wrong with it, and follows its path and a colon."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,14 @@ class Checkpoint:
     Attributes:
         path: its directory.
         step: whose weights it holds.
-        facts: that it was committed with.
     """
 
     path: Path
     step: int
-    facts: Mapping[str, Any]
 
     def service(self, name: str) -> Path:
         """Returns the directory that a service wrote."""
         return self.path / name
-
-    @property
-    def trainer(self) -> Path:
-        """Directory that the service of the actor wrote."""
-        return self.service("trainer")
 
     def states(self) -> dict[str, Any]:
         """Returns the states of the graph by field.
@@ -88,7 +82,7 @@ class CheckpointStore:
     them; copies in further processes may read.
 
     A checkpoint is written by :meth:`begin`, which returns a directory to write to, and :meth:`commit`, or dropped by
-    :meth:`discard`. Call these in one process, and in a thread if an event loop must not be blocked.
+    :meth:`discard`, one at a time. Call these in one process, and in a thread if an event loop must not be blocked.
 
     Args:
         directory: of the checkpoints, in the run's; made with the first one.
@@ -100,33 +94,20 @@ class CheckpointStore:
     def __init__(
         self, directory: str | os.PathLike[str], keep_last: int = 2, keep_best: int = 1, keep_every: int = 0
     ) -> None:
-        if keep_last < 1:
-            raise ConfigError(f"checkpoint.keep_last={keep_last}: give 1 or more.")
         self.directory = Path(directory).absolute()
         self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every
 
     def begin(self, step: int) -> Path:
-        """Makes a directory to write a checkpoint to, and removes those that dead processes left.
+        """Makes a directory to write a checkpoint to, and removes those that killed processes left.
 
         Raises:
             OSError: it cannot be made.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.discard(step)
-        for found in sorted(self.directory.iterdir()):
-            if _ASIDE.fullmatch(found.name):
-                _remove_dead(found)
-        aside = self._aside(step)
-        aside.mkdir()
-        _HELD[aside] = os.open(aside, os.O_RDONLY)
-        try:
-            fcntl.flock(_HELD[aside], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # at this moment another process has removed it as one of a dead process
-            self.discard(step)
-            raise
-        except OSError as error:
-            logger.debug(f"{aside} cannot be locked ({error.strerror}); other processes leave it alone all the same")
-        return aside
+        for left in self.directory.glob(".step_*"):
+            _remove(left)
+        self._aside(step).mkdir()
+        return self._aside(step)
 
     def save_states(self, directory: Path, states: Mapping[str, Any]) -> None:
         """Writes the states of the graph, by field, into a checkpoint's directory.
@@ -150,7 +131,7 @@ class CheckpointStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as temporary:
             _dump(temporary, value)
-            sync(temporary)
+            _sync(temporary)
 
     def link(self, step: int, directory: Path) -> None:
         """Puts what was kept of a step into a checkpoint's directory.
@@ -167,7 +148,7 @@ class CheckpointStore:
         except OSError:  # the file system has no hard links
             shutil.copyfile(source, target)
 
-    def commit(self, step: int, facts: Mapping[str, Any]) -> int:
+    def commit(self, step: int) -> int:
         """Makes a checkpoint of the written files; then removes checkpoints that no rule keeps.
 
         It is whole, and on the disk, when this returns: no later failure of the process or the machine loses it.
@@ -175,27 +156,23 @@ class CheckpointStore:
 
         Args:
             step: that :meth:`begin` was called with.
-            facts: of the run, which JSON can hold.
 
         Returns:
             Bytes of the checkpoint.
 
         Raises:
             OSError: the disk fails; what was written is removed.
-            TypeError, ValueError: JSON cannot hold the facts; what was written is removed.
         """
-        aside, target = self._aside(step), self._path(step)
+        aside = self._aside(step)
         try:
-            size = write_manifest(aside, step, facts)
-            if os.path.lexists(target) and not self._set_aside(step):
-                self.discard(step)
-            else:
-                aside.rename(target)
-                _release(aside)
+            size = _write_manifest(aside, step)
+            if self._path(step).exists():  # it is torn, else the run would have resumed from it
+                _remove(self._rename_aside(step))
+            aside.rename(self._path(step))
         except Exception:
             self.discard(step)
             raise
-        sync(self.directory)
+        _sync(self.directory)
         try:
             self._retain(step)
         except OSError as error:
@@ -204,14 +181,11 @@ class CheckpointStore:
 
     def discard(self, step: int) -> None:
         """Removes what this process wrote of a checkpoint since :meth:`begin`; does nothing if there is nothing."""
-        aside = self._aside(step)
-        if aside in _HELD:
-            _remove(aside)
-            _release(aside)
+        _remove(self._aside(step))
 
     def whole(self) -> list[int]:
         """Returns the steps of the checkpoints that look whole: their files have the sizes that they should have."""
-        return [step for step in self._steps() if self._manifest(step, contents=False) is not None]
+        return [step for step in self._steps() if self._torn(step, contents=False) is None]
 
     def newest(self) -> Checkpoint | None:
         """Returns the newest whole checkpoint, or None; warns of each newer one that is not whole.
@@ -219,73 +193,42 @@ class CheckpointStore:
         Raises:
             ConfigError: the directory cannot be read.
         """
-        while True:
-            for step in reversed(self._steps()):
-                try:
-                    manifest = self._read(step, contents=True)
-                except Torn as error:
-                    if not os.path.lexists(self._path(step)):
-                        break  # a resumed run has removed it meanwhile, and has newer ones
-                    logger.warning(f"checkpoint {self._path(step)} is not whole and is passed over: {error}.")
-                else:
-                    return Checkpoint(self._path(step), step, manifest.facts)
-            else:
-                return None
+        for step in reversed(self._steps()):
+            if (why := self._torn(step)) is None:
+                return Checkpoint(self._path(step), step)
+            logger.warning(f"checkpoint {self._path(step)} is not whole and is passed over: {why}.")
+        return None
 
     def at(self, step: int) -> Checkpoint | None:
         """Returns the checkpoint of a step; None if there is none that is whole."""
-        manifest = self._manifest(step, contents=True)
-        return None if manifest is None else Checkpoint(self._path(step), step, manifest.facts)
+        return Checkpoint(self._path(step), step) if self._torn(step) is None else None
 
     def _retain(self, committed: int) -> None:
-        """Removes the checkpoints that no rule keeps, once the newest of those that are kept has been found whole.
-
-        Checkpoints later than the committed one were written before the run resumed from an earlier one, and no longer
-        belong to it.
-        """
-        sound = [step for step in self.whole() if step <= committed]
-        while sound and self._manifest(sound[-1], contents=True) is None:
-            sound.pop()
-        if not sound:
-            return
-        kept = self._kept(sound)
-        gone = [step for step in self._steps() if step not in kept]
-        aside = [self._rename_aside(step) for step in gone]
+        """Removes the checkpoints that no rule keeps, and those of steps after the committed one."""
+        kept = self._kept([step for step in self.whole() if step <= committed])
+        aside = [self._rename_aside(step) for step in self._steps() if step not in kept]
         if aside:
-            sync(self.directory)
+            _sync(self.directory)
         for path in aside:
             _remove(path)
         for found in sorted((self.directory / "drawn").glob("*")):
-            if (match := _DRAWN.fullmatch(found.name)) and int(match[1]) <= sound[-1]:
+            if (match := _DRAWN.fullmatch(found.name)) and int(match[1]) <= committed:
                 found.unlink(missing_ok=True)
 
     def _kept(self, steps: list[int]) -> set[int]:
         """Returns which of the steps, in ascending order, the rules keep."""
-        scores = self._scores()
+        rows: dict[int, dict[str, float]] = {}
+        for row in read_metrics(self.directory.parent / METRICS):
+            rows.setdefault(row["step"], {}).update((name, value) for name, value in row.items() if value is not None)
+        scores = {step: found[0] for step, row in rows.items() if (found := evaluation_in(row)) is not None}
         rated = sorted((step for step in steps if step in scores), key=lambda step: (scores[step], step))
         kept = {*steps[-self.keep_last :], *rated[len(rated) - min(self.keep_best, len(rated)) :]}
         return kept | {step for step in steps if self.keep_every and step % self.keep_every == 0}
 
-    def _scores(self) -> dict[int, float]:
-        """Returns the mean score of the evaluation of each step that has one."""
-        rows: dict[int, dict[str, float]] = {}
-        for row in read_metrics(self.directory.parent / METRICS):
-            rows.setdefault(row["step"], {}).update((name, value) for name, value in row.items() if value is not None)
-        return {step: found[0] for step, row in rows.items() if (found := evaluation_in(row)) is not None}
-
-    def _set_aside(self, step: int) -> bool:
-        """Makes room for a checkpoint whose step has one already; returns False if that is the only whole one."""
-        others = (other for other in self._steps() if other != step)
-        if self._manifest(step, contents=True) and not any(self._manifest(o, contents=True) for o in others):
-            return False
-        _remove(self._rename_aside(step))
-        return True
-
     def _rename_aside(self, step: int) -> Path:
         """Renames a checkpoint, so that it is not taken for one while it is removed."""
-        old = self._aside(step).with_suffix(".old")
-        if os.path.lexists(old):
-            _remove(old)
+        old = self.directory / f".step_{step:06}.old"
+        _remove(old)
         return self._path(step).rename(old)
 
     def _steps(self) -> list[int]:
@@ -299,23 +242,26 @@ class CheckpointStore:
                 f"checkpoints in {self.directory} cannot be read ({error.strerror}); name the directory of a run that "
                 "you may read."
             ) from error
-        found = {int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
+        found = (int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
         return sorted(step for step in found if self._path(step).name in names)
 
-    def _read(self, step: int, *, contents: bool) -> Manifest:
-        path = self._path(step)
-        manifest = read_manifest(path)
-        if manifest.step != step:
-            raise Torn(f"its manifest is that of step {manifest.step}")
-        manifest.check(path, contents=contents)
-        return manifest
+    def _torn(self, step: int, *, contents: bool = True) -> str | None:
+        """Returns what a checkpoint lacks to be whole; None if it is.
 
-    def _manifest(self, step: int, *, contents: bool) -> Manifest | None:
-        """Returns the manifest of a checkpoint, if that is whole."""
+        Args:
+            step: of the checkpoint.
+            contents: whether to hash the files; otherwise their sizes alone are compared.
+        """
+        path = self._path(step)
         try:
-            return self._read(step, contents=contents)
-        except Torn:
-            return None
+            _check(path, step, contents=contents)
+        except Torn as error:
+            return str(error)
+        except FileNotFoundError as error:
+            return f"{Path(str(error.filename)).name} is missing"
+        except OSError as error:
+            return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
+        return None
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:06}"
@@ -334,27 +280,59 @@ def checkpoint_store(config: BaseConfig) -> CheckpointStore:
     return CheckpointStore(path, options.keep_last, options.keep_best, options.keep_every)
 
 
-def _remove_dead(aside: Path) -> None:
-    """Removes an unfinished directory, unless the process that writes to it lives."""
-    if aside in _HELD:
-        return
+def _files(directory: Path) -> dict[str, Path]:
+    """Returns the files of a checkpoint, but for its manifest, by their path in it."""
+    found = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if not path.is_dir()}
+    found.pop(_MANIFEST, None)
+    return found
+
+
+def _write_manifest(directory: Path, step: int) -> int:
+    """Writes the manifest of all files in a directory; all is on the disk when it returns. Returns their bytes."""
+    files = {}
+    for name, path in _files(directory).items():
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        _sync(path)
+    manifest = directory / _MANIFEST
+    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
+    _sync(manifest)
+    for parent, _directories, _names in os.walk(directory):
+        _sync(parent)
+    return manifest.stat().st_size + sum(int(str(file["bytes"])) for file in files.values())
+
+
+def _check(directory: Path, step: int, *, contents: bool) -> None:
+    """Checks that a checkpoint's files are those of its manifest; raises Torn or OSError if not."""
     try:
-        handle = os.open(aside, os.O_RDONLY)
-    except FileNotFoundError:
-        return  # another process removed it
+        manifest = json.loads((directory / _MANIFEST).read_bytes())
+        of, listed = (
+            manifest["step"],
+            {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Torn(f"{_MANIFEST} is cut off or changed") from error
+    if of != step:
+        raise Torn(f"its manifest is that of step {of}")
+    found = _files(directory)
+    for name in sorted({*listed, *found}):
+        if name not in found:
+            raise Torn(f"{name} is missing")
+        if name not in listed:
+            raise Torn(f"{name} is not in the manifest")
+        if (size := found[name].stat().st_size) != listed[name][0]:
+            raise Torn(f"{name} has {size} bytes instead of {listed[name][0]}")
+    for name, (_size, digest) in listed.items() if contents else ():
+        if sha256_of(found[name]) != digest:
+            raise Torn(f"the contents of {name} have changed")
+
+
+def _sync(path: str | os.PathLike[str]) -> None:
+    """Waits until a file's contents, or a directory's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(aside)
-    except BlockingIOError:
-        logger.debug(f"{aside} is being written by another process")
-    except OSError as error:  # some network file systems lock no directories
-        logger.warning(f"{aside} may still be written ({error.strerror}); remove it if no process of the run is left.")
+        os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _release(aside: Path) -> None:
-    os.close(_HELD.pop(aside))
 
 
 def _remove(path: Path) -> None:

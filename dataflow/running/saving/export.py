@@ -52,7 +52,7 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
     source = Path(str((values.get("model") or {}).get("path")))
     if not source.is_dir():
         raise ConfigError(f"the model {source} that run '{run}' started from is gone; put it back.")
-    weights, config = read_weights(point.trainer)
+    weights, config = read_weights(point.service("trainer"))
     if adapter and config is None:
         raise ConfigError(
             f"run '{run}' trained all weights (trainer.lora.rank), so it has no adapter; leave --adapter out."

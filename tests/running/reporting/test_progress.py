@@ -7,9 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from dataflow.running.reporting.progress import Progress, end_table
-from dataflow.timeline.spans import Trace
-from tests.running.reporting.test_live import steps
+from dataflow.running.reporting.progress import Progress, end_table, facts
+from dataflow.timeline.spans import Mark, Span, Trace
 
 METRICS = {
     "critic/score/mean": 0.5,
@@ -25,6 +24,19 @@ def screen(terminal: bool) -> tuple[Progress, io.StringIO]:
     file = io.StringIO()
     # Off a terminal rich takes a line to be 80 wide.
     return Progress(console=Console(file=file, force_terminal=terminal, width=100 if terminal else 80)), file
+
+
+def steps(count: int) -> Trace:
+    trace = Trace(meta={"resources": {"gpu": 1, "reward": None}})
+    for i in range(1, count + 1):
+        at = 10.0 * i
+        trace.add(
+            Span("rollout", i, 0, 1, "gpu", at, at + 4),
+            Span("reward_collect", i, 0, 1, "reward", at + 4, at + 9, {}, f"rollout[{i}]"),
+            Span("actor_update", i, 0, 1, "gpu", at + 9, at + 10, {}, f"reward_collect[{i}]"),
+            Mark("reward", "reward", at + 4, at + 9, {"step": i}),
+        )
+    return trace
 
 
 def test_off_a_terminal_a_step_is_a_plain_line() -> None:
@@ -79,6 +91,16 @@ def test_on_a_terminal_a_picture_moves() -> None:
     assert file.getvalue() == said
 
 
+def test_the_last_three_steps_are_drawn_with_what_runs() -> None:
+    running = Span("rollout", 51, 0, 1, "gpu", 510, 511)
+    progress, file = screen(terminal=True)
+    progress.start(60)
+    progress.show(steps(50), [running], {}, most=12)
+    progress.stop()
+    gpu = next(line for line in file.getvalue().splitlines() if "gpu" in line)
+    assert [gpu.count(f"R{i}") for i in range(48, 52)] == [0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_quiet_prints_nothing(terminal: bool) -> None:
     file = io.StringIO()
@@ -109,3 +131,35 @@ def test_the_warm_up_is_a_sentence_and_on_a_terminal_a_bar() -> None:
     assert shown.count("making the tiny model") == 1
     assert "warm-up" in shown
     assert "10/10" in shown.rpartition("warm-up")[2]
+
+
+def test_the_numbers_of_now() -> None:
+    stats = {
+        "running": 64,
+        "waiting": 10,
+        "limit": {"": 64},
+        "latency_s": {"p95": 1.25},
+        "failed": 2,
+        "retried": 0,
+        "throttled": 3,
+    }
+    assert facts({"reward": stats}, {"staleness/max": 1.0, "overlap/exposed_wait_s": 0.3}).split("  ") == [
+        "rewards in flight 64 of 64",
+        "queued 10",
+        "p95 1.25 s",
+        "2 failed",
+        "3 throttled",
+        "exposed wait 0.30 s a step",
+        "staleness 1",
+    ]
+    assert facts({"reward": {"running": 0, "waiting": 0, "latency_s": {}}}, {}) == "rewards in flight 0  queued 0"
+    assert facts({}, {}) == ""
+
+
+def test_the_numbers_of_each_agent() -> None:
+    stats = {
+        "reward": {"running": 3, "waiting": 1, "limit": {"": 64}},
+        "style": {"running": 8, "waiting": 0, "failed": 2},
+    }
+    said = facts(stats, {}).split("  ")
+    assert said == ["reward in flight 3 of 64", "queued 1", "style in flight 8", "queued 0", "2 failed"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dataflow.running.remains import finish, finish_killed, summarise
+from dataflow.running.remains import finish_killed
 from dataflow.running.reporting.progress import end_table
-from dataflow.running.reporting.tracking import evaluation_in
+from dataflow.running.summary import evaluation_in, summarise
 from dataflow.timeline.spans import Span, Trace
 
 
@@ -70,22 +70,16 @@ def test_the_time_in_all_stands_beside_that_of_training() -> None:
     summary = ended({})
     assert (summary["total_s"], summary["wall_s"], summary["step_s"]) == (92.0, 78.0, 39.0)
     table = shown(summary)
-    assert "time in all 92.0 s (with start, evaluations and end)" in table
+    assert "time in all 92.0 s (from the command to the end of its services)" in table
     assert "training 78.0 s (39.00 s a step)" in table
 
 
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        (None, "stopped after 0 of 7 steps; its files are in {0}; run it again"),
-        (
-            {"status": "failed", "steps": 3},
-            "stopped after 3 of 7 steps; 'dataflow timeline {0} -o {0}.html' draws",
-        ),
-        (
-            {"status": "finished", "steps": 3},  # resumed to more steps, and killed while its services started
-            "stopped after 3 of 7 steps; 'dataflow timeline {0} -o {0}.html' draws",
-        ),
+        (None, "stopped after 0 of 7 steps; 'dataflow run' with name={1} and resume=auto begins it again; its files"),
+        ({"status": "failed", "steps": 3}, "stopped after 3 of 7 steps; 'dataflow run' with name={1} and resume=auto"),
+        ({"status": "finished", "steps": 3}, "stopped after 3 of 7 steps; "),  # resumed to more steps, and killed
         ({"status": "finished", "steps": 7}, "finished before that, and its files in {0} are complete"),
     ],
 )
@@ -94,17 +88,10 @@ def test_what_is_said_of_a_run_whose_process_was_killed(
 ) -> None:
     if written is not None:
         (tmp_path / "summary.json").write_text(json.dumps(written))
-    found = finish_killed(tmp_path, "failed", 7)
-    assert found.startswith(said.format(tmp_path))
-    assert found.endswith("; run it again") == said.startswith("stopped")
+    assert finish_killed(tmp_path, "failed", 7).startswith(said.format(tmp_path, tmp_path.name))
     status = json.loads((tmp_path / "summary.json").read_text())["status"]
     assert status == (written["status"] if written else "failed")
 
 
-def test_a_killed_run_whose_summary_cannot_be_written_or_read_is_said_to_have_stopped(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text("{")
-    assert finish(tmp_path, "failed", 5).startswith("stopped after 0 of 5 steps")
-    (tmp_path / "summary.json").write_text('{"steps": 5, "status": "finished"}')
-    assert finish(tmp_path, "failed", 5) == f"finished before that, and its files in {tmp_path} are complete"
-    said = finish(tmp_path / "gone", "failed", 5)
-    assert said.startswith("stopped, and its summary cannot be written (")
+def test_a_killed_run_whose_summary_cannot_be_written_is_said_to_have_stopped(tmp_path: Path) -> None:
+    assert finish_killed(tmp_path / "gone", "failed", 5).startswith("stopped, and its summary cannot be written (")

@@ -1,6 +1,8 @@
-"""Metrics that verl names: equal to what verl's own functions compute from the same batch, also over parts."""
+"""Times and tokens of a step: verl's names, and what verl's own functions compute, also over parts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,12 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.graph import TaskInfo
 from dataflow.metrics import of_step
-from dataflow.running.reporting.throughput import throughput
+from dataflow.planning.rewards import Validation
+from dataflow.planning.workload import grpo
+from dataflow.running.reporting.timings import step_metrics, throughput
 from dataflow.stages.advantage import advantage
+from dataflow.timeline.causes.attribution import exposed_waits
+from dataflow.timeline.spans import Span, Trace
 
 heavy = pytest.mark.heavy
 P, R, GROUPS, N = 6, 5, 4, 3
@@ -107,6 +113,92 @@ def test_scores_and_lengths_are_verls(parts: int) -> None:
 def test_a_step_that_counts_no_tokens_has_none() -> None:
     assert throughput({"timing_s/step": 1.0}, 1) == {}
     assert throughput({"timing_s/step": 0.0, "perf/total_num_tokens": 5.0, "perf/response_tokens": 2.0}, 1) == {}
+
+
+def run() -> Trace:
+    """Two steps on-policy in two parts, with a write to disk at the end of the first."""
+    trace = Trace(meta={"job": {"pipeline": grpo(validation=Validation(every=1)).facts()}})
+    at = 1.0
+    for step in (1, 2):
+        trace.add(
+            Span("rollout", step, 0, 1, "gpu", at, at + 2),
+            Span("reward_collect", step, 0, 2, "reward", at + 2, at + 4, {}, f"rollout[{step}]"),
+            Span("reward_collect", step, 1, 2, "reward", at + 2, at + 6.5, {}, f"rollout[{step}]"),
+            Span("old_log_prob", step, 0, 1, "gpu", at + 2, at + 3),
+            Span("ref_log_prob", step, 0, 1, "gpu", at + 3, at + 3.5),
+            Span("advantage", step, 0, 2, "controller", at + 4, at + 4.25, {}, f"reward_collect[{step}.1]"),
+            Span("advantage", step, 1, 2, "controller", at + 6.5, at + 6.75, {}, f"reward_collect[{step}.2]"),
+            Span("actor_update", step, 0, 2, "gpu", at + 4.25, at + 5.25, {}, f"advantage[{step}.1]"),
+            Span("actor_update", step, 1, 2, "gpu", at + 6.75, at + 7.75, {}, f"advantage[{step}.2]"),
+            Span("sync_weights", step, 0, 1, "gpu", at + 7.75, at + 8, {}, f"actor_update[{step}.2]"),
+        )
+        if step == 1:
+            trace.add(
+                Span("save", 1, 0, 1, "io", at + 8, at + 8.5, {}, "sync_weights[1]"),
+                Span("load", 1, 0, 1, "io", 0, 1),
+                Span("val_rollout", 1, 0, 1, "gpu", at + 8, at + 8.25, {"optional": True}),
+            )
+        at += 8.5
+    return trace
+
+
+def test_a_steps_timings_go_by_verls_names() -> None:
+    assert step_metrics(run(), 2) == {
+        "timing_s/gen": 2,
+        "timing_s/reward_collect": 4.5,
+        "timing_s/old_log_prob": 1,
+        "timing_s/ref": 0.5,
+        "timing_s/adv": 0.5,
+        "timing_s/update_actor": 2,
+        "timing_s/sync_weights": 0.25,
+        "timing_s/reward": 0.5 + 1.25,
+        "timing_s/step": 8,
+        "overlap/exposed_wait_s": 2.25,
+        "overlap/gpu_busy_frac": 1 - 2.25 / 8,
+    }
+
+
+def test_the_first_step_holds_the_start_and_what_follows_its_sync() -> None:
+    metrics = step_metrics(run(), 1)
+    assert metrics["timing_s/step"] == 9.5
+    assert metrics["timing_s/testing"] == 0.25
+    assert metrics["timing_s/save"] == 0.5
+    assert metrics["overlap/exposed_wait_s"] == 1 + 2.25 + 0.25
+
+
+def test_steps_tile_the_run() -> None:
+    trace = run()
+    both = [step_metrics(trace, step) for step in (1, 2)]
+    assert sum(m["timing_s/step"] for m in both) == trace.wall
+    waited = sum(w.end - w.begin for w in exposed_waits(trace))
+    assert sum(m["overlap/exposed_wait_s"] for m in both) == waited
+
+
+def test_no_stage_hides_the_time_of_another_whatever_they_are_called() -> None:
+    def stage(name: str, role: str | None = None) -> dict[str, Any]:
+        return {"name": name, "on": "gpu", "reads": [], "writes": [], "role": role}
+
+    stages = [stage("draw", "samples"), stage("again", "samples"), stage("train", "trains"), stage("more", "trains")]
+    stages += [stage("update_actor", "syncs"), stage("step"), stage("gen"), stage("reward/mine"), stage("save")]
+    trace = Trace(meta={"job": {"pipeline": {"stages": stages, "inputs": []}}})
+    for at, each in enumerate(stages):
+        trace.add(Span(each["name"], 1, 0, 1, "gpu", float(at), at + 0.5))
+    assert {name: value for name, value in step_metrics(trace, 1).items() if name.startswith("timing_s/")} == {
+        "timing_s/gen": 1.0,
+        "timing_s/update_actor": 1.0,
+        "timing_s/stage/update_actor": 0.5,
+        "timing_s/stage/step": 0.5,
+        "timing_s/stage/gen": 0.5,
+        "timing_s/stage/reward/mine": 0.5,
+        "timing_s/save": 0.5,
+        "timing_s/reward": 0.0,
+        "timing_s/step": 8.5,
+    }
+
+
+def test_a_step_that_did_not_run_has_no_timings() -> None:
+    assert step_metrics(run(), 3) == {}
+    assert step_metrics(Trace(), 1) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""The summary of a run: what summary.json holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dataflow.timeline.spans import Trace
+
+SUMMARY = "summary.json"
+LAST_EVALUATIONS = 3
+"""Number of last evaluations whose mean the summary has, as single ones swing by several points."""
+_FACTS = ("policy", "split", "max_staleness", "order")
+_FIGURES = ("wall_s", "resumed", "not_running_s", "step_s", "after_training_s", "after_training_idle_s", "gpu_busy_s",
+            "exposed_wait_s", "exposed_wait_by_cause", "reward_service_s", "lower_bound_s")  # fmt: skip
+
+_FIGURES_OF = {
+    "validates": ("accuracy_before", "accuracy_after", f"accuracy_mean_last_{LAST_EVALUATIONS}", "evaluations"),
+    "collects": ("rewards", "reward_service_s"),
+    "syncs": ("weights_sha256",),
+}
+"""Figures by the role of the stages that they are about."""
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """Returns the summary that the last process of a run wrote; empty if there is none that can be read."""
+    try:
+        return dict(json.loads((directory / SUMMARY).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def complete(directory: Path, steps: int) -> dict[str, Any] | None:
+    """Returns the summary of a run that has finished, with at least that many steps; None of any other.
+
+    A run that was killed after its last checkpoint, but before its summary, is not complete: its weights have not been
+    evaluated, exported and digested.
+    """
+    summary = read_summary(directory)
+    return summary if summary.get("status") == "finished" and summary.get("steps", 0) >= steps else None
+
+
+def evaluation_in(metrics: Mapping[str, float | None]) -> tuple[float, bool] | None:
+    """Returns the mean score of an evaluation, and whether it is an accuracy; None of a row without an evaluation.
+
+    Args:
+        metrics: of a row. Stages of a user's own may log ``val-core/*`` alone, each of which counts alike then.
+    """
+    scores = [value for name, value in metrics.items() if name.startswith("val-core/") and value is not None]
+    if not scores:
+        return None
+    from dataflow.stages.validate import ACCURACY, SCORE
+
+    mean = metrics.get(SCORE)
+    return sum(scores) / len(scores) if mean is None else mean, metrics.get(ACCURACY) is not None
+
+
+def summarise(
+    trace: Trace,
+    steps: int,
+    evaluations: Mapping[int, float],
+    accurate: bool,
+    rewards: Mapping[str, Any],
+    total_s: float,
+    digest: str | None = None,
+) -> dict[str, Any]:
+    """Returns the content of summary.json.
+
+    Args:
+        trace: of the run; its meta has the policy, the seed and the status.
+        steps: number of steps made.
+        evaluations: mean score by step; 0 is before training.
+        accurate: whether the scores say what is right and what is wrong, so that the mean is an accuracy.
+        rewards: counts of the requests.
+        total_s: seconds that the run's processes took.
+        digest: of the weights.
+    """
+    from dataflow.timeline.causes import attribution
+
+    numbers = attribution.summary(trace)
+    after = [evaluations[step] for step in sorted(evaluations) if step > 0]
+    last = after[-LAST_EVALUATIONS:]
+    mean = "accuracy" if accurate else "score"
+    found = {
+        **{name: trace.meta.get(name) for name in _FACTS},
+        **({"switches": switches} if (switches := trace.meta.get("switches")) else {}),
+        "status": trace.meta.get("status"),
+        "steps": steps,
+        "seed": trace.meta.get("seed"),
+        "total_s": total_s,
+        **{name: numbers.get(name) for name in _FIGURES},
+        f"{mean}_before": evaluations.get(0),
+        f"{mean}_after": last[-1] if last else None,
+        f"{mean}_mean_last_{LAST_EVALUATIONS}": sum(last) / len(last) if len(last) == LAST_EVALUATIONS else None,
+        "evaluations": {str(step): evaluations[step] for step in sorted(evaluations)},
+        "weights_sha256": digest,
+        "rewards": dict(rewards),
+    }
+    # Of a pipeline without stages of a role, the figures about them are left out.
+    roles = set(trace.roles.values())
+    absent = {name for role, names in _FIGURES_OF.items() if trace.declared and role not in roles for name in names}
+    return {name: value for name, value in found.items() if value or name not in absent}

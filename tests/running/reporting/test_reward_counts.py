@@ -1,0 +1,76 @@
+"""The requests of a run add up, also if it was killed, or its agent rebuilt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.running.reporting.reward_counts import RewardCounts
+from dataflow.timeline.spans import Mark, Span, Trace
+
+HOWS = ("", "hedged", "ledger", "shared", "failed", "cancelled")
+
+
+def asked(requests: int, *hows: str, agent: str = "reward") -> Trace:
+    """Returns a trace of a step that sent a number of requests, with marks of those that were answered."""
+    declared = [{"name": agent, "on": agent, "reads": [], "writes": [], "role": "collects"}]
+    trace = Trace([Span(agent, 1, 0, 1, agent, 0, 1, {"requests": requests})])
+    trace.meta["job"] = {"pipeline": {"stages": declared}}
+    for i, how in enumerate(hows):
+        facts: dict[str, Any] = {"step": 1, "group": i, "tries": 2, **({"how": how} if how else {})}
+        seconds = 0.0 if how in ("ledger", "shared") else 99.0 if how in ("failed", "cancelled") else 2.0
+        trace.add(Mark("reward", agent, 1, 1 + seconds, facts))
+    return trace
+
+
+@given(st.lists(st.sampled_from(HOWS)), st.integers(0, 5))
+def test_each_request_ends_in_exactly_one_way(hows: list[str], left: int) -> None:
+    counts = RewardCounts().counts([asked(len(hows) + left, *hows)])
+    if not hows and not left:
+        assert counts == {}
+        return
+    assert counts["requested"] == len(hows) + left
+    assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"]
+    how = Counter(hows)
+    assert (counts["failed"], counts["cached"], counts["shared"]) == (how["failed"], how["ledger"], how["shared"])
+    assert counts["cancelled"] == how["cancelled"] + left
+    assert counts["latency_s"]["p95"] == (2.0 if how[""] or how["hedged"] else None), "of calls alone"
+    assert counts["retried"] == len(hows)
+
+
+def test_failures_of_the_step_that_ended_a_run_are_counted() -> None:
+    counts, first = RewardCounts(), asked(4, "", "failed", "", "")
+    found = counts.counts([first, asked(4)], {"reward": {"failed": 3}})  # the trace has nothing of the second step
+    assert (found["scored"], found["failed"], found["cancelled"]) == (3, 3, 2)
+    counts.agents_begin([first])  # from the checkpoint of step 1
+    found = counts.counts([first, asked(4, "", "failed", "", "")], {"reward": {"failed": 1}})
+    assert (found["scored"], found["failed"], found["cancelled"]) == (6, 2, 0)
+
+
+def test_tokens_are_those_of_the_rows_and_what_the_agent_has_used_since() -> None:
+    counts, traces = RewardCounts(), [asked(4, *[""] * 4)]
+    counts.add({"reward/tokens": 300.0, "reward/hedged": 1.0, "reward/failed": 9.0, "val-core/x": None})
+    assert counts.counts(traces)["tokens"] == 300
+    counts.agents_begin(traces)
+    counts.add({"reward/tokens": 100.0})
+    found = counts.counts(traces, {"reward": {"tokens": 150, "hedged": 0}})
+    assert (found["tokens"], found["hedged"]) == (450, 1)
+    assert counts.counts(traces, {"reward": {"tokens": 20}})["tokens"] == 400, "the agent was rebuilt"
+
+
+def test_several_agents_have_a_sum() -> None:
+    counts = RewardCounts()
+    counts.add({"reward/tokens": 10.0, "reward/style/tokens": 5.0})
+    found = counts.counts([asked(2, "", ""), asked(3, "", "failed", agent="style")])
+    assert (found["requested"], found["scored"], found["failed"], found["tokens"]) == (5, 3, 1, 15)
+    assert {agent: of["tokens"] for agent, of in found["agents"].items()} == {"reward": 10, "style": 5}
+
+
+def test_stages_that_tell_the_trace_nothing() -> None:
+    stats = {"requested": 8, "scored": 7, "failed": 1, "latency_s": {"p50": 1.0, "p95": 2.0, "p99": 3.0, "max": 4.0}}
+    counts = RewardCounts().counts([Trace()], {"reward": stats})
+    assert (counts["requested"], counts["scored"], counts["tokens"]) == (8, 7, 0)
+    assert counts["latency_s"] == {"p50": 1.0, "p95": 2.0, "p99": 3.0}
