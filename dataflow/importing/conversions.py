@@ -6,7 +6,8 @@ value sets nothing. The table (``dataflow/config/keys/verl_keys.yaml``) names th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,13 +15,50 @@ from dataflow.config.base import Backend
 from dataflow.config.keys import verl_keys
 from dataflow.errors import ConfigError, counted
 from dataflow.files import no_file
-from dataflow.importing.facts import Conversion, NoCounterpart, Ours, gpus, whole_number
-from dataflow.importing.rewards import REWARDS
 from dataflow.importing.settings import Missing, Settings
+from dataflow.rewards.gsm8k import VERLS
+
+Ours = Mapping[str, Any]
+Conversion = Callable[[str, Any, Settings], Ours]
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ALL = 10**9
 """As many problems as there are."""
+MODEL = "rm"
+"""Name of the reward model that a launch of verl has, of which there is only one."""
+
+_REWARD = "reward.reward_model"
+_FUNCTION = "reward.custom_reward_function"
+
+
+class NoCounterpart(Exception):
+    """A value has no counterpart here although its key has one; the message says what to do instead.
+
+    Args:
+        reason: part of a sentence.
+        ours: what is set nevertheless.
+    """
+
+    def __init__(self, reason: str, ours: Ours | None = None) -> None:
+        super().__init__(reason)
+        self.ours = ours or {}
+
+
+def whole_number(key: str, settings: Settings, default: int | None = None) -> int:
+    """Returns a number of a launch.
+
+    Raises:
+        ConfigError: it is none, or below 1.
+    """
+    value = settings.get(key, default)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{key}={value}: give a whole number of at least 1 in the launch.")
+    return value
+
+
+def gpus(settings: Settings) -> int:
+    """Returns the number of verl's training processes."""
+    return whole_number("trainer.nnodes", settings) * whole_number("trainer.n_gpus_per_node", settings)
 
 
 def apart(settings: Settings) -> bool:
@@ -28,18 +66,10 @@ def apart(settings: Settings) -> bool:
     return settings.get("trainer.v1.trainer_mode") == "separate_async" and bool(settings.get("trainer.use_v1", True))
 
 
-def files(value: Any) -> list[str]:
-    """Returns data files as a list."""
-    return [str(each) for each in value] if isinstance(value, list) else [str(value)]
-
-
-def rows_of(settings: Settings) -> int | None:
-    """Returns the number of training rows; None if a file is not on this machine."""
+def rows_of(names: list[str], most: Any) -> int | None:
+    """Returns the number of rows, at most ``most`` if that is positive; None if a file is not on this machine."""
     total = 0
-    if not settings.get("data.train_files", marked=True):
-        raise ConfigError("data.train_files names no file; add data.train_files=FILE to the launch.")
-    for name in files(settings.get("data.train_files", [], marked=True)):
-        path = Path(name).expanduser()
+    for path in (Path(name).expanduser() for name in names):
         if no_file(path) is not None:
             return None
         if path.suffix == ".parquet":
@@ -52,7 +82,6 @@ def rows_of(settings: Settings) -> int | None:
         else:
             with path.open("rb") as lines:
                 total += sum(1 for line in lines if line.strip())
-    most = settings.get("data.train_max_samples", -1)
     return min(total, most) if type(most) is int and most > 0 else total
 
 
@@ -64,13 +93,15 @@ def training_steps(settings: Settings) -> int:
     """
     if settings.get("trainer.total_training_steps") is not None:
         return whole_number("trainer.total_training_steps", settings)
-    epochs, rows = whole_number("trainer.total_epochs", settings), rows_of(settings)
-    batch = whole_number("data.train_batch_size", settings)
+    if not (value := settings.get("data.train_files", marked=True)):
+        raise ConfigError("data.train_files names no file; add data.train_files=FILE to the launch.")
+    names = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    rows = rows_of(names, settings.get("data.train_max_samples", -1))
+    epochs, batch = (whole_number(key, settings) for key in ("trainer.total_epochs", "data.train_batch_size"))
     if rows is None:
-        named = ", ".join(files(settings.get("data.train_files", marked=True)))
         raise Missing(
-            f"the rows of {named}, which cannot be read here, divided by data.train_batch_size={batch}, times "
-            f"trainer.total_epochs={epochs}",
+            f"the rows of {', '.join(names)}, which cannot be read here, divided by data.train_batch_size={batch}, "
+            f"times trainer.total_epochs={epochs}",
             "steps",
         )
     if not rows // batch:
@@ -334,41 +365,88 @@ def _policy(_key: str, value: Any, settings: Settings) -> Ours:
     return {"policy.preset": "off-policy", **placement}
 
 
-CONVERSIONS: Mapping[str, Conversion] = {
-    **REWARDS,
-    "backends": _backends,
-    "below": _below,
-    "cosine": _cosine,
-    "critic_warmup": _critic_warmup,
-    "device": _device,
-    "dtype": _dtype,
-    "dynamic": _dynamic,
-    "engine": _engine,
-    "engines": _engines,
-    "epochs": _epochs,
-    "estimator": _estimator,
-    "every": _every,
-    "fsdp_size": _fsdp_size,
-    "gen_batch_size": _gen_batch_size,
-    "keep_last": _keep_last,
-    "lora": _lora,
-    "metric": _metric,
-    "mini_batches": _mini_batches,
-    "multi_turn": _multi_turn,
-    "offload_policy": _offload_policy,
-    "on_gpus": _on_gpus,
-    "optimizer": _optimizer,
-    "policy": _policy,
-    "resume": _resume,
-    "rows_per_rank": _rows_per_rank,
-    "run_name": _run_name,
-    "runs": _runs,
-    "scheduler": _scheduler,
-    "steps": _steps,
-    "temperature": _temperature,
-    "val_size": _val_size,
-    "val_temperature": _val_temperature,
-    "warmup": _warmup,
-    "world": _world,
-}
+def _reward_function(_key: str, _value: Any, settings: Settings) -> Ours:
+    path = settings.get(f"{_FUNCTION}.path", marked=True)
+    if path is not None:
+        named = settings.get(f"{_FUNCTION}.name", "compute_score", marked=True)
+        return {"custom_reward_function.path": str(path), "custom_reward_function.name": str(named)}
+    if settings.get(f"{_REWARD}.enable") or settings.get("reward.sandbox_fusion.url", marked=True):
+        return {}
+    return {
+        "custom_reward_function.path": VERLS,
+        "custom_reward_function.name": "default_compute_score",
+    }
+
+
+def _manager(_key: str, value: Any, settings: Settings) -> Ours:
+    if settings.get("reward.reward_manager.module.path", marked=True) is not None:
+        return {"reward.manager": settings.get("reward.reward_manager.module.name", value)}
+    if settings.get("reward.sandbox_fusion.url", marked=True):
+        return {"reward.manager": "sandbox"}
+    if value not in ("naive", "dapo", "rate_limited", "remote"):
+        raise NoCounterpart(
+            "there is no manager of that name; reward.manager_path names a file with a class of verl's kind "
+            "(docs/rewards.md)"
+        )
+    return {"reward.manager": value}
+
+
+def _overlong(_key: str, _value: Any, settings: Settings) -> Ours:
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    if not settings.get(f"{buffer}.enable") or settings.get("reward.reward_manager.name") != "dapo":
+        return {}
+    found = {"reward.manager_kwargs.overlong_buffer_len": whole_number(f"{buffer}.len", settings)}
+    for theirs, ours in (("penalty_factor", "overlong_penalty_factor"), ("log", "log")):
+        if (value := settings.get(f"{buffer}.{theirs}")) is not None:
+            found[f"reward.manager_kwargs.{ours}"] = value
+    if (longest := settings.get("reward.reward_kwargs.max_resp_len")) is not None:
+        found["reward.manager_kwargs.max_response_length"] = longest
+    return found
+
+
+def _sandbox(_key: str, _value: Any, settings: Settings) -> Ours:
+    sandbox = "reward.sandbox_fusion"
+    if not settings.get(f"{sandbox}.url", marked=True):
+        return {}
+    names = ("url", "max_concurrent", "memory_limit_mb")
+    return {f"reward.manager_kwargs.{name}": settings.get(f"{sandbox}.{name}", marked=True) for name in names}
+
+
+def _served(_key: str, _value: Any, settings: Settings) -> Ours:
+    """verl's reward model: a classifier unless a function of the user's asks it."""
+    if not settings.get(f"{_REWARD}.enable"):
+        return {}
+    path = settings.get(f"{_REWARD}.model_path", marked=True)
+    if path is None:
+        raise ConfigError(f"{_REWARD}.enable=true needs {_REWARD}.model_path; add it to the launch.")
+    rollout = f"{_REWARD}.rollout"
+    split = whole_number(f"{rollout}.tensor_model_parallel_size", settings)
+    own = bool(settings.get(f"{_REWARD}.enable_resource_pool"))
+    total = gpus(settings)
+    if own:
+        nodes = whole_number(f"{_REWARD}.nnodes", settings)
+        total = nodes * whole_number(f"{_REWARD}.n_gpus_per_node", settings)
+    dtype = settings.get(f"{rollout}.dtype", "auto")
+    values = {
+        "path": str(path),
+        "kind": "chat" if settings.get(f"{_FUNCTION}.path", marked=True) else "classify",
+        "placement": "own" if own else "colocated",
+        "replicas": max(1, total // split),
+        "tensor_parallel": split,
+        "gpu_memory": settings.get(f"{rollout}.gpu_memory_utilization", 0.5),
+        "max_num_seqs": settings.get(f"{rollout}.max_num_seqs", 1024),
+        "max_model_len": settings.get(f"{rollout}.max_model_len"),
+        "dtype": dtype if re.fullmatch(r"bfloat16|float16|float32", str(dtype)) else "auto",
+    }
+    return {f"reward.models.{MODEL}.{name}": value for name, value in values.items() if value is not None}
+
+
+_ALL_CONVERSIONS: tuple[Conversion, ...] = (
+    _backends, _below, _cosine, _critic_warmup, _device, _dtype, _dynamic, _engine, _engines, _epochs,
+    _estimator, _every, _fsdp_size, _gen_batch_size, _keep_last, _lora, _manager, _metric, _mini_batches,
+    _multi_turn, _offload_policy, _on_gpus, _optimizer, _overlong, _policy, _resume, _reward_function,
+    _rows_per_rank, _run_name, _runs, _sandbox, _scheduler, _served, _steps, _temperature, _val_size,
+    _val_temperature, _warmup, _world,
+)  # fmt: skip
+CONVERSIONS: Mapping[str, Conversion] = {each.__name__.removeprefix("_"): each for each in _ALL_CONVERSIONS}
 """The conversions by the names that the table uses (``how``)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
@@ -20,11 +19,10 @@ from dataflow.config.keys.verl_keys import Meaning
 from dataflow.config.run import RunConfig
 from dataflow.config.training import critic as critic_keys
 from dataflow.config.training.critic import CriticConfig
-from dataflow.errors import ConfigError, UserError
-from dataflow.importing.conversions import CONVERSIONS
-from dataflow.importing.facts import NoCounterpart
+from dataflow.errors import ConfigError, UserError, alike
+from dataflow.importing.conversions import CONVERSIONS, NoCounterpart
+from dataflow.importing.script import MARK, mark
 from dataflow.importing.settings import Missing, Settings
-from dataflow.importing.values import MARK, Unknown, mark
 from dataflow.rewards.gsm8k import VERLS, VERLS_STRICT
 
 GRPO, PPO = "pipelines/gsm8k_grpo.py", "pipelines/ppo_critic.py"
@@ -32,10 +30,6 @@ _SIMPLE = re.compile(r"[A-Za-z0-9_./+-]+")
 _SHORT = {"policy.preset": "policy", "resume.mode": "resume"}
 _POLICY = "policy=baseline is what verl does. Try policy=both, which hides slow rewards behind GPU work."
 _AGAIN = "bash run.sh policy=both dry=true"
-
-_FITTING = {"algorithm.adv_estimator": "remax", "data.prompts": 1, "engine.n": 2, "policy.preset": "baseline",
-            "steps": 10**9, "trainer.mini_batches": 1, "trainer.world_size": 1}  # fmt: skip
-"""What most values of others fit, of the keys that others must fit."""
 _TOY = ("lr", "betas", "weight_decay", "warmup_steps")
 
 
@@ -82,11 +76,6 @@ class Mapped(NamedTuple):
     note: str
     default: bool
 
-    @property
-    def converted(self) -> bool:
-        """Whether overrides give more than verl's value under another name."""
-        return bool(self.note and self.ours and not self.default and list(self.ours.values()) != [self.value])
-
 
 class Lost(NamedTuple):
     """A key of verl whose value has no counterpart, and what to do instead."""
@@ -116,13 +105,13 @@ class Imported:
     source: str
     pipeline: str
     config: RunConfig
+    unknown: Mapping[str, str]
     overrides: dict[str, Any] = field(default_factory=dict)
     mapped: list[Mapped] = field(default_factory=list)
     fine: list[Lost] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     open: dict[str, Any] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
 
     @property
     def arguments(self) -> list[str]:
@@ -131,6 +120,9 @@ class Imported:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything but the built configuration, JSON-able."""
+        lines = self._lines()
+        named = {name for line in lines for name in MARK.findall(line)}
+        elsewhere = (f"{name}: {why}" for name, why in self.unknown.items() if name not in named)
         return {
             "source": self.source,
             "pipeline": self.pipeline,
@@ -138,18 +130,13 @@ class Imported:
             "mapped": [each._asdict() for each in self.mapped],
             "nothing_to_do": [each._asdict() for each in self.fine],
             "no_counterpart": [each._asdict() for each in self.lost],
-            "missing": [*map(_shell, self._lines()), *(f"{name}: {why}" for name, why in self._elsewhere())],
+            "missing": [*map(_shell, lines), *elsewhere],
         }
 
     def _lines(self) -> list[str]:
         """Returns the words of the keys that are missing or hold variables, with marks for what is not known."""
         given = [f"{_SHORT.get(key, key)}={as_text(value)}" for key, value in self.open.items()]
         return [*given, *(f"{_SHORT.get(key, key)}={mark(_variable(key))}" for key in self.missing)]
-
-    def _elsewhere(self) -> list[tuple[str, str]]:
-        """Returns the variables that no line of the script has, with the reason."""
-        named = {name for line in self._lines() for name in MARK.findall(line)}
-        return [(name, why) for name, why in self.unknown.items() if name not in named]
 
     def script(self) -> str:
         """Returns a shell script that runs the same training here; its comments say what differs."""
@@ -160,18 +147,22 @@ class Imported:
         )
         made = f"Made by 'dataflow import-verl' from {self.source} (verl 0.9)."
         lines = ["#!/usr/bin/env bash", f"# {_comment(made)}", f"# {counts}"]
-        if self.missing or self.unknown:
-            lines += ["#", "# Missing, as only the machine of the launch has it:"]
-            lines += [f"#   {_comment(f'{key}={mark(_variable(key))}: {why}.')}" for key, why in self.missing.items()]
-            lines += [f"#   {_comment(f'{mark(name)}: {why}.')}" for name, why in self.unknown.items()]
-        if self.lost:
-            lines += ["#", "# No counterpart, and what to do instead:"]
-            lines += [f"#   {_comment(f'{each.key}={_shown(each.value)}: {each.instead}.')}" for each in self.lost]
-        if converted := [each for each in self.mapped if each.converted]:
-            lines += ["#", "# What differs by more than the name:"]
-            for each in converted:
-                ours = " ".join(f"{key}={_shown(value)}" for key, value in each.ours.items())
-                lines.append(f"#   {_comment(f'{each.key}={_shown(each.value)}: {ours} ({each.note})')}")
+        missing = [f"{key}={mark(_variable(key))}: {why}." for key, why in self.missing.items()]
+        missing += [f"{mark(name)}: {why}." for name, why in self.unknown.items()]
+        differs = [
+            f"{each.key}={_shown(each.value)}: "
+            + " ".join(f"{key}={_shown(value)}" for key, value in each.ours.items())
+            + f" ({each.note})"
+            for each in self.mapped
+            if each.note and each.ours and not each.default and list(each.ours.values()) != [each.value]
+        ]
+        for title, texts in (
+            ("Missing, as only the machine of the launch has it", missing),
+            ("No counterpart, and what to do instead", [f"{k}={_shown(v)}: {why}." for k, v, why in self.lost]),
+            ("What differs by more than the name", differs),
+        ):
+            if texts:
+                lines += ["#", f"# {title}:", *(f"#   {_comment(text)}" for text in texts)]
         if self.overrides.get("custom_reward_function.path") == VERLS:
             lines += ["#", f"# Rewards: {VERLS_STRICT}."]
         lines += ["#", f"# {_POLICY}", f"# Keys behind the script's name win over those below: {_AGAIN}"]
@@ -200,88 +191,96 @@ def _unless_given(line: str) -> str:
 def _shell(text: str) -> str:
     """Returns a text as a word of the shell, with a variable for each mark, without which the script ends."""
     quoted = shlex.quote(text)
-    return MARK.sub(
-        r"""'"${\1:?see the comments above}"'""" if quoted != text else r'"${\1:?see the comments above}"', quoted
-    )
+    variable = r'"${\1:?see the comments above}"'
+    return MARK.sub(f"'{variable}'" if quoted != text else variable, quoted)
 
 
-def import_settings(settings: Settings, source: str, unknown: Mapping[str, Unknown] | None = None) -> Imported:
+def import_settings(settings: Settings, source: str, unknown: Mapping[str, str]) -> Imported:
     """Returns our overrides for the settings of a launch of verl.
 
     Args:
         settings: of verl, all of them.
         source: name of the launch, for messages.
-        unknown: variables that are not known here, for which marks stand in the values.
+        unknown: variables that are not known here, for which marks stand in the values, with the reason.
 
     Raises:
         ConfigError: a value is wrong, or our configuration cannot be built from what it becomes.
     """
-    estimator = settings.get("algorithm.adv_estimator", marked=True)
-    critic = estimator == "gae" or bool(settings.get("critic.enable", marked=True))
-    found = Imported(source, PPO if critic else GRPO, WithCritic() if critic else WithoutCritic())
-    found.unknown = {name: f"line {each.line}: it {each.why}" for name, each in (unknown or {}).items()}
+    critic = settings.get("algorithm.adv_estimator", marked=True) == "gae" or settings.get("critic.enable", marked=True)
+    kind = WithCritic if critic else WithoutCritic
+    found = Imported(source, PPO if critic else GRPO, kind(), unknown)
     wanted: dict[str, Any] = {}
     origin: dict[str, str] = {}
     mapped: dict[str, tuple[Meaning, Mapping[str, Any]]] = {}
-    # What the launch sets comes last, and wins over a default of verl for the same key of ours.
-    # Among those, the later row of the table wins: the engine's own key over that of section data.
     given = set(settings.given)
-    order = {key: at for at, key in enumerate(verl_keys.keys())}
-    rows = {key: verl_keys.find(key) for key in settings.values}
-    ordered = sorted(rows, key=lambda key: (key in given, order[of[0]] if (of := rows[key]) else len(order)))
-    for key in ordered:
-        row = rows[key]
+    for key, row in _ordered_rows(settings):
+        value = settings.values[key]
         if row is None:
             if key in given and not key.endswith("_target_"):
-                found.lost.append(Lost(key, settings.values[key], "verl's own configuration has no such key"))
+                found.lost.append(Lost(key, value, _unknown(key, settings)))
             continue
-        meaning, value = row[1], settings.values[key]
-        if meaning.moved is not None or (key.startswith("critic.") and not critic):
+        critics = key.startswith("critic.") or (row.ours or "").startswith("critic.")
+        if row.moved is not None or (critics and not critic):
             continue
-        if meaning.ours is None:
-            _file(found, key, value, meaning, settings)
-            continue
-        if (meaning.ours or "").startswith("critic.") and not critic:
+        if row.ours is None:
+            _note(found, key, value, row, settings)
             continue
         try:
-            ours = _converted(key, value, meaning, settings)
+            ours = _converted(key, value, row, settings)
         except NoCounterpart as missing:
             found.lost.append(Lost(key, value, str(missing)))
             ours = missing.ours
         except Missing as missing:
-            found.missing.setdefault(missing.key or meaning.ours, str(missing))
+            found.missing.setdefault(missing.key or row.ours, str(missing))
             wanted |= missing.ours
             continue
-        mapped[key] = (meaning, ours)
+        mapped[key] = (row, ours)
         for name, of in ours.items():
             (found.open if MARK.search(as_text(of)) else wanted)[name] = of
             origin[name] = key
     for name in (*found.open, *found.missing):
         wanted.pop(name, None)
-    fitting = _fitting(found.config, wanted, {*found.open, *found.missing})
-    found.config, overrides = _fitted(type(found.config), wanted | fitting, origin)
+    fitting = _fitting({*found.open, *found.missing}, wanted)
+    found.config, overrides = _fitted(kind, wanted | fitting, origin)
     found.overrides = {key: value for key, value in overrides.items() if key not in fitting}
     lost = {each.key for each in found.lost}
-    for key in ordered:
-        if key in mapped and key in given and key not in lost:
-            meaning, ours = mapped[key]
+    for key, (row, ours) in mapped.items():
+        if key in given and key not in lost:
             default = not any(name in found.overrides or name in found.open for name in ours)
-            note = meaning.note if meaning.how else ""
-            found.mapped.append(Mapped(key, settings.values[key], dict(ours), note, default))
+            found.mapped.append(Mapped(key, settings.values[key], ours, row.note if row.how else "", default))
     return found
+
+
+def _unknown(key: str, settings: Settings) -> str:
+    section, _, leaf = key.rpartition(".")
+    close = alike(leaf, [each[len(section) + 1 :] for each in settings.defaults if each.rpartition(".")[0] == section])
+    return f"verl 0.9 has no such key; it has '{section}.{close}'" if close else "verl 0.9 has no such key"
+
+
+def _ordered_rows(settings: Settings) -> list[tuple[str, Meaning | None]]:
+    """Returns all keys with their rows of the table; for the same key of ours, a later one wins.
+
+    What the launch sets comes behind verl's defaults, and in the order of the table: the engine's own key wins over
+    that of section data.
+    """
+    order = {key: at for at, key in enumerate(verl_keys.keys())}
+    given = set(settings.given)
+    rows = {key: verl_keys.find(key) for key in settings.values}
+    keys = sorted(rows, key=lambda key: (key in given, order[row[0]] if (row := rows[key]) else len(order)))
+    return [(key, row[1] if (row := rows[key]) else None) for key in keys]
 
 
 def _converted(key: str, value: Any, meaning: Meaning, settings: Settings) -> Mapping[str, Any]:
     assert meaning.ours is not None
-    if meaning.how:
-        ours = CONVERSIONS[meaning.how](key, value, settings)
-        if key in settings.given and MARK.search(str(value)) and not MARK.search(str(ours)):
-            raise Missing(f"it follows from {key}={as_text(value)}")
-        return ours
-    return {} if value is None else {meaning.ours: value}
+    if not meaning.how:
+        return {} if value is None else {meaning.ours: value}
+    ours = CONVERSIONS[meaning.how](key, value, settings)
+    if key in settings.given and MARK.search(str(value)) and not MARK.search(str(ours)):
+        raise Missing(f"it follows from {key}={as_text(value)}")
+    return ours
 
 
-def _file(found: Imported, key: str, value: Any, meaning: Meaning, settings: Settings) -> None:
+def _note(found: Imported, key: str, value: Any, meaning: Meaning, settings: Settings) -> None:
     """Notes a key without a counterpart: its value changes nothing here, or it is lost."""
     allowed = [settings.defaults.get(key), None] if meaning.fine is None else meaning.fine
     if allowed == "any" or any(value == each and type(value) is type(each) for each in allowed) or value == {}:
@@ -291,61 +290,39 @@ def _file(found: Imported, key: str, value: Any, meaning: Meaning, settings: Set
         found.lost.append(Lost(key, value, meaning.note))
 
 
-def _fitting(base: RunConfig, wanted: Mapping[str, Any], unknown: Collection[str]) -> dict[str, Any]:
-    """Returns values for keys that are not known, so that only what the launch itself gives is refused; the run checks
-    those that it gets."""
-    found = {key: value for key, value in _FITTING.items() if key in unknown}
-
-    def size(key: str) -> int:
-        value = found.get(key, wanted.get(key, _held(base, key)))
-        return value if type(value) is int and value > 0 else 1
-
-    world, n = size("trainer.world_size"), size("engine.n")
-    if "data.prompts" in found:
-        found["data.prompts"] = world // math.gcd(n, world)
-    elif "engine.n" in found:
-        rows = size("data.prompts") // size("trainer.mini_batches")
-        found["engine.n"] = max(2, world // math.gcd(rows, world))
-    return found
+def _fitting(unknown: Collection[str], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values that fit the wanted ones, for unknown keys: so that the wanted ones can be checked."""
+    world = wanted.get("trainer.world_size", 1)
+    fitting = {
+        "algorithm.adv_estimator": "remax", "data.prompts": world, "engine.n": 2 * world, "policy.preset": "baseline",
+        "steps": 10**9, "trainer.mini_batches": 1, "trainer.world_size": 1,
+    }  # fmt: skip
+    return {key: value for key, value in fitting.items() if key in unknown}
 
 
 def _fitted(
-    kind: type[RunConfig], wanted: Mapping[str, Any], origin: Mapping[str, str]
+    kind: type[WithCritic] | type[WithoutCritic], wanted: Mapping[str, Any], origin: Mapping[str, str]
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Returns the configuration with the wanted values, and the fewest overrides that give them.
 
     Raises:
         ConfigError: it cannot be built.
     """
-    overrides = _fewest(kind(), wanted)
+    base = kind()
+    overrides = {key: of for key, of in wanted.items() if key in kind.given or not _same(_held(base, key), of)}
     while True:
-        config = _built(kind, overrides, origin)
+        overrides = {key: overrides[key] for key in _ordered(kind, overrides)}
+        try:
+            config = parse_overrides(kind, [f"{key}={as_text(value)}" for key, value in overrides.items()])
+        except UserError as error:
+            key = next((each for each in origin if str(error).startswith((f"{each}=", f"{each}:"))), None)
+            from_ = f"{origin[key]} becomes " if key is not None else "what the launch becomes is refused: "
+            raise ConfigError(f"{from_}{error}") from error
         # A key may set others: clip_ratio also sets clip_ratio_low.
-        missing = [
-            key for key, value in wanted.items() if key not in overrides and not _same(_held(config, key), value)
-        ]
+        missing = [key for key, of in wanted.items() if key not in overrides and not _same(_held(config, key), of)]
         if not missing:
-            return config, {key: overrides[key] for key in _ordered(kind, overrides)}
+            return config, overrides
         overrides |= {key: wanted[key] for key in missing}
-
-
-def _fewest(base: RunConfig, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that differ from those of a configuration, and those that are always given."""
-    always = getattr(base, "given", ())
-    return {
-        key: wanted[key]
-        for key in _ordered(type(base), wanted)
-        if key in always or not _same(_held(base, key), wanted[key])
-    }
-
-
-def _built(kind: type[RunConfig], overrides: Mapping[str, Any], origin: Mapping[str, str]) -> RunConfig:
-    try:
-        return parse_overrides(kind, [f"{key}={as_text(value)}" for key, value in overrides.items()])
-    except UserError as error:
-        key = next((each for each in origin if str(error).startswith((f"{each}=", f"{each}:"))), None)
-        from_ = f"{origin[key]} becomes " if key is not None else "what the launch becomes is refused: "
-        raise ConfigError(f"{from_}{error}") from error
 
 
 def _ordered(kind: type[RunConfig], overrides: Iterable[str]) -> list[str]:
@@ -383,11 +360,8 @@ def as_text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, str):
-        return (
-            json.dumps(value)
-            if value[:1] in ("'", '"') or value in ("", "~", "null", "Null", "NULL", "None")
-            else value
-        )
+        is_null = value in ("", "~", "null", "Null", "NULL", "None")
+        return json.dumps(value) if is_null or value[:1] in ("'", '"') else value
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from dataflow.config.keys import verl_keys, yaml_values
+from dataflow.config.keys import verl_keys
 from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import shortened
-from dataflow.errors import ConfigError, alike, nearest
-from dataflow.importing.values import MARK
+from dataflow.errors import ConfigError, nearest
+from dataflow.importing.script import MARK, PRINTED
 
 BASES = {
     "ppo_trainer": "_generated_ppo_trainer.yaml",
@@ -26,7 +26,6 @@ BASES = {
 }
 """verl's default configurations in one file each, by the name of the configuration and of the engine."""
 
-_PRINTED = "add '--cfg job --resolve' to the launch, and import what it prints"
 _MISSING = "???"
 
 
@@ -39,7 +38,7 @@ class Missing(Exception):
         ours: what is known nevertheless.
     """
 
-    def __init__(self, reason: str, key: str | None = None, ours: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, reason: str, key: str | None = None, ours: dict[str, Any] | None = None) -> None:
         super().__init__(reason)
         self.key = key
         self.ours = ours or {}
@@ -52,13 +51,11 @@ class Settings(NamedTuple):
         values: of all keys.
         given: the keys that the launch sets, or that differ from verl's defaults in a file.
         defaults: verl's own values.
-        added: keys that verl's configuration does not have; the launch adds them (``+key=value``).
     """
 
     values: dict[str, Any]
     given: tuple[str, ...]
     defaults: dict[str, Any]
-    added: tuple[str, ...] = ()
 
     def get(self, key: str, default: Any = None, marked: bool = False) -> Any:
         """Returns the value of a key; ``default`` for null and for a key that is not set.
@@ -77,18 +74,18 @@ class Settings(NamedTuple):
         return default if value in (None, _MISSING) else value
 
 
-def config_directory() -> Path:
-    """Returns the directory of verl's own configuration; imports nothing of it.
-
-    Raises:
-        ConfigError: verl is not installed.
-    """
+@functools.cache
+def _read(file: str) -> dict[str, Any]:
+    """Returns one of verl's files; imports nothing of verl."""
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None or importlib.util.find_spec("hydra") is None:
         raise ConfigError(
             "import-verl reads verl's own defaults, and verl is not installed; run pip install 'dataflow-rl[train]'."
         )
-    return Path(spec.origin).parent / "trainer" / "config"
+    text = (Path(spec.origin).parent / "trainer" / "config" / file).read_text(encoding="utf-8")
+    # The C loader takes a hundredth of the time of OmegaConf's own.
+    read: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return read
 
 
 def defaults(base: str = "ppo_trainer") -> Any:
@@ -96,25 +93,19 @@ def defaults(base: str = "ppo_trainer") -> Any:
 
     Args:
         base: a key of :data:`BASES`.
+
+    Raises:
+        ConfigError: verl is not installed.
     """
+    read = _read(BASES[base])
     from omegaconf import OmegaConf
 
-    return OmegaConf.create(_read(BASES[base]))
+    return OmegaConf.create(read)
 
 
 @functools.cache
-def _read(file: str) -> dict[str, Any]:
-    # The C loader takes a hundredth of the time of OmegaConf's own.
-    text = (config_directory() / file).read_text(encoding="utf-8")
-    read: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return read
-
-
-@functools.cache
-def _default_values(file: str) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    return _resolved(OmegaConf.create(_read(file)), file)
+def _default_values(base: str) -> dict[str, Any]:
+    return _resolved(defaults(base), base)
 
 
 def of_launch(arguments: Sequence[str], name: str) -> Settings:
@@ -125,9 +116,31 @@ def of_launch(arguments: Sequence[str], name: str) -> Settings:
         name: of the launch, for messages.
 
     Raises:
-        ConfigError: an argument is none of Hydra's, or names a key that verl does not have.
+        ConfigError: an argument is none of Hydra's, or a value does not fit.
     """
-    base, overrides = _base(arguments, name)
+    base, texts = "ppo_trainer", []
+    rest = iter(arguments)
+    for argument in rest:
+        option, _, value = argument.partition("=")
+        if not argument.startswith("-"):
+            texts.append(argument)
+        elif option in ("--config-name", "-cn"):
+            base = (value or next(rest, "")).removesuffix(".yaml")
+            if base not in BASES:
+                raise ConfigError(
+                    f"{name}: {option}={base} is a configuration of its own, which is not read; {PRINTED}."
+                )
+        elif option not in ("--config-path", "-cp") or (value or next(rest, "")).strip("./") != "config":
+            raise ConfigError(f"{name}: the option {option} is not read; {PRINTED}.")
+    _read(BASES[base])  # before Hydra is imported, which comes with verl
+    overrides = []
+    for key, value in _overrides(texts, name):
+        if key == "model_engine":
+            if value not in BASES:
+                raise ConfigError(f"{name}: model_engine={value} is none of verl's{nearest(str(value), BASES)}.")
+            base = str(value)
+        elif not key.startswith("hydra."):
+            overrides.append((key, value))
     return _laid_over(base, overrides, name)
 
 
@@ -139,70 +152,45 @@ def of_file(text: str, name: str) -> Settings:
         name: of the file, for messages.
 
     Raises:
-        ConfigError: it is no such configuration, or has a key that verl does not have.
+        ConfigError: it is no such configuration.
     """
+    _read(BASES["dp"])
+    from omegaconf import OmegaConf
+
     try:
-        given = yaml_values.load_hydra(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} cannot be read as YAML: {error}; {_PRINTED}.") from error
+        given: Any = OmegaConf.to_container(OmegaConf.create(text))
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{name} cannot be read as YAML: {reason}; {PRINTED}.") from error
     if not isinstance(given, dict) or "actor_rollout_ref" not in given:
-        raise ConfigError(f"{name}: it is no configuration of verl, without section actor_rollout_ref; {_PRINTED}.")
+        raise ConfigError(f"{name}: it is no configuration of verl, without section actor_rollout_ref; {PRINTED}.")
     engine = given.pop("model_engine", "dp")
-    base = engine if engine in BASES else "dp"
-    overrides = [(key, value, False) for key, value in flat(given)]
-    settings = _laid_over(base, overrides, name)
+    settings = _laid_over(engine if engine in BASES else "dp", flat(given), name)
     changed = tuple(key for key in settings.given if settings.values[key] != settings.defaults.get(key))
     return settings._replace(given=changed)
 
 
-def _base(arguments: Sequence[str], name: str) -> tuple[str, list[tuple[str, Any, bool]]]:
-    """Returns which default configuration a launch begins with, and its overrides: key, value, whether added."""
+def _overrides(texts: Sequence[str], name: str) -> Iterable[tuple[str, Any]]:
+    """Yields the key and the value of each argument."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    base, texts = "ppo_trainer", []
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("-"):
-            texts.append(argument)
-            continue
-        option, _, value = argument.partition("=")
-        if option in ("--config-name", "-cn"):
-            base = (value or next(rest, "")).removesuffix(".yaml")
-            if base not in BASES:
-                raise ConfigError(
-                    f"{name}: {option}={base} is a configuration of its own, which is not read; {_PRINTED}."
-                )
-        elif option in ("--config-path", "-cp") and (value or next(rest, "")).strip("./") == "config":
-            continue  # verl's own directory
-        else:
-            raise ConfigError(f"{name}: the option {option} is not read; {_PRINTED}.")
-    parser, found = OverridesParser.create(), []
+    parser = OverridesParser.create()
     for text in texts:
         try:
             override = parser.parse_override(text)
-            given: Any = override.value()
-        except (HydraException, RecursionError) as error:
-            reason = str(error).splitlines()[0]
+            value = _plain(override.value())
+        except HydraException as error:
+            reason = shortened(str(error).splitlines()[0])
             raise ConfigError(
-                f"{name}: '{shortened(text)}' is not key=value as Hydra reads it ({shortened(reason)}); correct it."
+                f"{name}: '{shortened(text)}' is not key=value as Hydra reads it ({reason}); correct it."
             ) from error
         if override.is_sweep_override():
             raise ConfigError(f"{name}: '{text}' is a sweep over several values; give one of them.")
+        value = None if override.type == OverrideType.DEL else value
         key = override.key_or_group
-        if key == "model_engine":
-            if given not in BASES:
-                raise ConfigError(f"{name}: model_engine={given} is none of verl's{nearest(str(given), BASES)}.")
-            base = str(given)
-            continue
-        if key.startswith("hydra."):
-            continue
-        deleted = override.type == OverrideType.DEL
-        added = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
-        inner = list(flat(_plain(given), key)) if isinstance(given, dict) and given else [(key, _plain(given))]
-        found += [(each, None if deleted else of, added) for each, of in inner]
-    return base, found
+        yield from flat(value, key) if isinstance(value, dict) and value else [(key, value)]
 
 
 def _plain(value: Any) -> Any:
@@ -214,42 +202,27 @@ def _plain(value: Any) -> Any:
     return value.text if hasattr(value, "text") and hasattr(value, "quote") else value
 
 
-def _laid_over(base: str, overrides: Sequence[tuple[str, Any, bool]], name: str) -> Settings:
+def _laid_over(base: str, overrides: Iterable[tuple[str, Any]], name: str) -> Settings:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    whole, before = defaults(base), _default_values(BASES[base])
-    sections = {key.rpartition(".")[0] for key in before}
-    sections |= {section.rpartition(".")[0] for section in sections}
-    given: dict[str, None] = {}
-    added: list[str] = []
-    for key, value, adds in overrides:
-        free = any(key.startswith(f"{open_}.") for open_, held in before.items() if held == {})
-        if key not in before and key not in sections and not free:
-            older = (found := verl_keys.find(key)) is not None and found[0] == key  # of a version before 0.9
-            if not adds and not older and not key.endswith("._target_"):
-                raise ConfigError(unknown(key, before, name))
-            added.append(key)
+    whole, given = defaults(base), []
+    for key, value in overrides:
         try:
             OmegaConf.update(whole, key, value, force_add=True)
-        except (OmegaConfBaseException, RecursionError) as error:
+        except OmegaConfBaseException as error:
             shown = f"{key}={shortened(value)}"
             raise ConfigError(f"{name}: '{shown}' does not fit verl's configuration; correct it.") from error
-        given[key] = None
+        given.append(key)
     values = _resolved(whole, name)
-    values, moved = _moved(values, [key for key in given if key in values])
-    return Settings(values, tuple(moved), before, tuple(added))
-
-
-def unknown(key: str, known: Mapping[str, Any], name: str) -> str:
-    """Returns the sentence about a key that verl does not have."""
-    section, _, leaf = key.rpartition(".")
-    siblings = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
-    close = alike(leaf, siblings) if leaf else None
-    guess = (
-        f"; did you mean '{siblings[close]}'?" if close else "; correct it, or add it with + if a fork of verl has it."
-    )
-    return f"{name}: verl 0.9 has no key '{key}'{guess}"
+    names = {key: None for key in given if key in values}
+    for key in [*names]:  # verl takes the keys of its earlier versions for their present ones
+        if (target := verl_keys.moved(key)) is not None:
+            del names[key]
+            if values[key] is not None:
+                values[target] = values[key]
+                names[target] = None
+    return Settings(values, tuple(names), _default_values(base))
 
 
 def _resolved(whole: Any, name: str) -> dict[str, Any]:
@@ -262,17 +235,3 @@ def _resolved(whole: Any, name: str) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{name}: a value refers to another that does not exist ({reason}); correct it.") from error
-
-
-def _moved(values: dict[str, Any], given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Moves values of keys that verl 0.9 keeps for launches of earlier versions to their present keys, as verl does."""
-    values, names = dict(values), list(given)
-    for key in given:
-        target = verl_keys.moved(key)
-        if target is None:
-            continue
-        if values.get(key) is not None:
-            values[target] = values[key]
-            names.append(target)
-        names.remove(key)
-    return values, names

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from dataflow.config.keys.overrides import fields
 from dataflow.config.run import RunConfig
-from dataflow.importing.command import run
-from dataflow.importing.table import table
+from dataflow.importing.command import run, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_verl.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Launches as verl's users write them: GSM8K by GRPO, PPO and RLOO with FSDP, and the published recipe's run."""
+"""Launches as verl's users write them: GSM8K by GRPO and PPO with FSDP, and the published recipe's run."""
 
 from __future__ import annotations
 
@@ -65,54 +65,6 @@ python3 -m verl.trainer.main_ppo \\
     trainer.experiment_name=qwen2_7b_ppo $@
 """
 
-RLOO = """\
-#!/usr/bin/env bash
-# RLOO with parameter arrays, as verl's newer scripts are written.
-set -xeuo pipefail
-
-########################### user-adjustable ###########################
-MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
-train_batch_size=${TRAIN_BATCH_SIZE:-512}
-max_tokens=$(( 1024 + 2 * 1024 ))
-rollout_n=${ROLLOUT_N:-5}
-experiment_name=${EXPERIMENT_NAME:-${MODEL_PATH##*/}_rloo}
-
-DATA=(
-    algorithm.adv_estimator=rloo
-    algorithm.use_kl_in_reward=True
-    algorithm.kl_penalty=kl
-    algorithm.kl_ctrl.kl_coef=0.001
-    data.train_files="{train}"  # one file
-    data.val_files="{val}"
-    data.train_batch_size=${train_batch_size}
-    data.max_response_length=2048
-)
-MODEL=(actor_rollout_ref.model.path="$MODEL_PATH")
-ACTOR=(
-    actor_rollout_ref.actor.ppo_mini_batch_size=128
-    actor_rollout_ref.actor.use_dynamic_bsz=True
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$max_tokens
-)
-ROLLOUT=(actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=$rollout_n)
-EXTRA=(
-)
-case "${OPTIMISER:-adam}" in
-    adam) EXTRA+=(actor_rollout_ref.actor.optim.lr=2e-6) ;;
-    *) echo "unknown optimiser" >&2; exit 1 ;;
-esac
-
-LAUNCH=(python3)
-if [ "${VERL_USE_UV:-1}" != 0 ] && { [ "$rollout_n" -gt 1 ] || [[ -n "$MODEL_PATH" ]]; }; then
-    uv sync --frozen
-    LAUNCH=(uv run --frozen --no-sync python3)
-fi
-"${LAUNCH[@]}" -m verl.trainer.main_ppo \\
-    "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${EXTRA[@]}" \\
-    trainer.total_epochs=2 \\
-    trainer.experiment_name=$experiment_name \\
-    "$@" 2>&1 | tee train.log
-"""
-
 PUBLISHED = f"""\
 python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\
     algorithm.adv_estimator=grpo \\
@@ -126,7 +78,7 @@ python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatro
     custom_reward_function.name=compute_score \\
     trainer.experiment_name='qwen2_7b_megatron_baseline' $@
 """
-"""The run of shared/data/README.md: Qwen2-7B, Megatron, 1,024 x 5, 4 mini-batches, 15 epochs of 7,473 problems."""
+"""A published run: Qwen2-7B, Megatron, 1,024 x 5, 4 mini-batches, 15 epochs of 7,473 problems."""
 
 
 def filled(launch: str, train: str, val: str = "val.jsonl") -> str:
