@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Sequence
+import math
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.section import Section, Text
-from dataflow.errors import ConfigError, DataError
+from dataflow.errors import ConfigError, DataError, counted, nearest
 from dataflow.files import nearest_run, unwritable
-from dataflow.samples.files import Kind, Row, file_of, plain, read, steps_in, write
-from dataflow.samples.query import select
-from dataflow.samples.text import listing
-from dataflow.usercode.numeric import finite
+from dataflow.samples.files import Kind, Row, file_of, read, steps_in, write
+from dataflow.samples.page import page
 
-KINDS = (".html", ".parquet")
-_CONTROLS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that JSON allows in texts, but that change a terminal, or the order in which it shows a line."""
+if TYPE_CHECKING:
+    import pandas
+
+_KINDS = (".html", ".parquet")
+_WIDE, _LINES = 100, 4
+"""Columns of a line in the terminal, and lines of one text, at most."""
+_TEXTS = ("prompt", "response", "explanation", "query", "ground_truth")
+"""Columns shown as text, in this order."""
+_HEAD = ("step", "group", "sample", "data_source", "extra_info", "begin", "end")
+"""Columns that the heading shows already, or that are of no use to a reader."""
+_USUAL = {"tries": 1, "truncated": False, "finish_reason": "stop", "kept": True}
 
 
 class SamplesQuery(Section):
@@ -32,7 +39,7 @@ class SamplesQuery(Section):
     val: NonNegativeInt | None = None
     """Show the evaluation of this step instead; 0 is the one before training."""
     where: Text | None = None
-    """Conditions joined by and, such as: score<0.5 and explanation~"off by one"."""
+    """A condition as pandas' DataFrame.query takes it: score < 0.5 and explanation.str.contains("off by one")."""
     sort: Text | None = None
     """Column to sort by, such as score; -score puts the largest first."""
     most: PositiveInt = 10
@@ -56,40 +63,89 @@ def show(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> 
     if query.step is not None and query.val is not None:
         raise ConfigError("step= and val= exclude each other; give one.")
     directory = _directory(run)
-    _check_out(out, directory.resolve())
+    if out is not None and Path(out).suffix.lower() not in _KINDS:
+        raise DataError(f"-o {out}: no such kind, '{Path(out).suffix}'; give a name in {' or '.join(_KINDS)}.")
+    if out is not None and (why := unwritable(out)) is not None:
+        raise DataError(f"-o {out}: {why}")
     kind: Kind = "step" if query.val is None else "val"
     known = steps_in(directory, kind)
     wanted = query.step if kind == "step" else query.val
     if wanted is None:
-        wanted = "all" if out else known[-1] if known else 0
-    if wanted != "all" and wanted not in known:
-        raise ConfigError(f"{kind}={wanted}: {_said(known)}")
+        wanted = "all" if out or not known else known[-1]
+    if not known or (wanted != "all" and wanted not in known):
+        kept = f"only of {', '.join(map(str, known[:8]))}{', ...' * (len(known) > 8)}" if known else "none at all"
+        raise ConfigError(f"{kind}={wanted}: no samples were kept of that one, {kept} (samples.every, val.every).")
     steps = known if wanted == "all" else [int(wanted)]
     rows = select([row for step in steps for row in read(file_of(directory, kind, step))], query.where, query.sort)
     if out is not None:
-        _write(out, rows, Path(run), kind, ordered=query.sort is not None)
+        if Path(out).suffix.lower() == ".html":
+            page(rows, Path(out), Path(run).resolve().name, kind)
+        else:
+            names = dict.fromkeys(name for row in rows for name in row)
+            write(Path(out), {name: [row[name] for row in rows] for name in names})
         return out
-    shown = rows[: query.most]
     if as_json:
+        shown = rows[: query.most]
         found = {"kind": kind, "steps": steps, "samples": shown, "left_out": len(rows) - len(shown)}
-        return _CONTROLS.sub(lambda c: f"\\u{ord(c[0]):04x}", json.dumps(finite(found), indent=1, ensure_ascii=False))
-    return listing(rows, query.most, kind, steps, query.where, query.sort)
+        return json.dumps(found, indent=1)
+    return "\n".join(_listing(rows, query, "step" if kind == "step" else "evaluation after step", steps))
 
 
-def _said(known: Sequence[int]) -> str:
-    if not known:
-        return "the run kept no such samples; see its samples.every and val.every."
-    listed = ", ".join(map(str, known[:8])) + (f", ... {known[-1]}" if len(known) > 8 else "")
-    return f"no samples were kept of that one, only of {listed}; give one of these."
+def select(rows: Sequence[Row], where: str | None, sort: str | None) -> list[Row]:
+    """Returns the rows that meet a condition, sorted; all have the same columns, with None where one has no value.
+
+    Args:
+        rows: of one file or of several, whose columns may differ.
+        where: an expression of pandas' ``DataFrame.query``; None for all rows.
+        sort: column to sort by, smallest first, with ``-`` before it largest first; rows without a value come last,
+            equal ones stay in order. Its unit may be left out (``latency``). None leaves the order.
+
+    Raises:
+        ConfigError: a bad condition, or a column that no row has.
+    """
+    import pandas
+
+    # Each column keeps its type beside missing values: numbers of 64 bits, truth values, texts.
+    frame = pandas.DataFrame(rows).convert_dtypes()
+    if where and rows:
+        frame = _where(frame, where)
+    if sort and rows:
+        name = sort.removeprefix("-")
+        name = name if name in frame else f"{name}_s"
+        if name not in frame:
+            hint = nearest(sort.removeprefix("-"), frame.columns) or ";"
+            raise ConfigError(f"sort: no column '{sort.removeprefix('-')}'{hint} the samples have {_names(frame)}.")
+        frame = frame.sort_values(name, ascending=not sort.startswith("-"), kind="stable")
+    return [{name: _plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _where(frame: pandas.DataFrame, where: str) -> pandas.DataFrame:
+    try:
+        return frame.query(where, engine="python")
+    except Exception as error:  # of Python, of pandas or of its parser: whatever the expression raises
+        raise ConfigError(
+            f"where: '{where}' is no condition on samples ({' '.join(str(error).split())}); write it for pandas' "
+            f"DataFrame.query, such as score < 0.5 and kept; the samples have {_names(frame)}."
+        ) from error
+
+
+def _names(frame: pandas.DataFrame) -> str:
+    return ", ".join(map(str, frame.columns))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of a frame for JSON: None for what is missing, and for an infinite number."""
+    import pandas
+
+    if pandas.isna(value) or (isinstance(value, float) and math.isinf(value)):
+        return None
+    return value.item() if hasattr(value, "item") else value
 
 
 def _directory(run: str) -> Path:
     path = Path(run)
-    if path.exists() and not path.is_dir():
-        raise DataError(f"no run at '{run}': it is a file; give the directory of a run (runs/NAME).")
     if not path.is_dir():
-        near = nearest_run(path) or "; give a run (runs/NAME)."
-        raise DataError(f"no run at '{run}': there is no such directory{near}")
+        raise DataError(f"no run at '{run}'{nearest_run(path) or '; give the directory of a run (runs/NAME).'}")
     if not (path / "samples").is_dir():
         raise DataError(
             f"run '{run}' has no samples: pipelines with the stages of dataflow.stages.samples keep them, with "
@@ -98,27 +154,35 @@ def _directory(run: str) -> Path:
     return path / "samples"
 
 
-def _check_out(out: str | None, directory: Path) -> None:
-    if out is None:
-        return
-    if Path(out).suffix.lower() not in KINDS:
-        raise DataError(f"-o {out}: no such kind, '{Path(out).suffix}'; give a name in {' or '.join(KINDS)}.")
-    if (why := unwritable(out)) is not None:
-        raise DataError(f"-o {out}: {why}")
-    if directory in Path(out).resolve().parents:
-        raise DataError(f"-o {out}: the run keeps its samples there; give another place.")
+def _listing(rows: Sequence[Row], query: SamplesQuery, what: str, steps: Sequence[int]) -> list[str]:
+    """Returns samples as lines of at most :data:`_WIDE` columns, ending with what is left out."""
+    of = f"{what} {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
+    groups = len({(row["step"], row["group"]) for row in rows})
+    head = f"{of}: {counted(len(rows), 'sample')} in {counted(groups, 'group')}"
+    scores = [row["score"] for row in rows if row.get("score") is not None]
+    lines = [f"{head}, mean score {sum(scores) / len(scores):.3f}" if scores else head]
+    for row in rows[: query.most]:
+        facts = [f"step {row['step']}"] * (len(steps) > 1) + [f"group {row['group']}", f"sample {row['sample']}"]
+        rest = {name: value for name, value in row.items() if name not in (*_TEXTS, *_HEAD)}
+        facts += [
+            f"{name} {f'{value:.4g}' if isinstance(value, float) else str(value)[:60]}"
+            for name, value in rest.items()
+            if value not in (None, "", "{}", "[]") and _USUAL.get(name) != value
+        ]
+        lines += ["", *_wrapped("  ".join(facts), "")]
+        for name in _TEXTS:
+            if row.get(name) is not None:
+                lines += _wrapped(str(row[name]), f"  {name.replace('_', ' '):<12} ")
+    if (left := len(rows) - query.most) > 0:
+        lines += ["", f"... {left} more; most={len(rows)} shows all, -o samples.html makes a page of them"]
+    return lines
 
 
-def _write(out: str, rows: Sequence[Row], run: Path, kind: Kind, ordered: bool) -> None:
-    if Path(out).suffix.lower() == ".html":
-        from dataflow.samples.page import page
-
-        page(rows, out, run.resolve().name, kind, ordered=ordered)
-        return
-    write(Path(out), table(rows))
-
-
-def table(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Returns the columns of rows that may have different ones."""
-    names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
-    return {name: plain([row.get(name) for row in rows])[0] for name in names}
+def _wrapped(text: str, label: str) -> list[str]:
+    """Returns a text in lines, the first after a label, without characters that would change the terminal."""
+    # No more than can be shown is wrapped: a text may have a million characters.
+    clean = "".join(c if c.isprintable() else "�" for c in " ".join(text[: 2 * _WIDE * _LINES].split()))
+    blank = " " * len(label)
+    return textwrap.wrap(
+        clean or "-", _WIDE, initial_indent=label, subsequent_indent=blank, max_lines=_LINES, placeholder=" …"
+    )

@@ -7,7 +7,6 @@ training). Each file is written beside its place and renamed, so a killed run le
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -18,10 +17,6 @@ from dataflow.files import replaced
 Kind: TypeAlias = Literal["step", "val"]
 Row: TypeAlias = dict[str, Any]
 
-_LARGEST = 2**63 - 1
-_IDS = ("step", "group", "sample")
-"""Columns that each file has, and that every reader needs."""
-
 
 def file_of(directory: Path, kind: Kind, step: int) -> Path:
     """Returns where the samples of a step, or of its evaluation, lie in a directory of samples."""
@@ -30,9 +25,8 @@ def file_of(directory: Path, kind: Kind, step: int) -> Path:
 
 def steps_in(directory: Path, kind: Kind) -> list[int]:
     """Returns the steps whose samples are in a directory, in ascending order."""
-    paths = {path: path.stem.removeprefix(f"{kind}_") for path in directory.glob(f"{kind}_*.parquet")}
-    numbers = {path: int(number) for path, number in paths.items() if number.isdecimal()}
-    return sorted(step for path, step in numbers.items() if path == file_of(directory, kind, step))
+    numbers = [path.stem.removeprefix(f"{kind}_") for path in directory.glob(f"{kind}_*.parquet")]
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
@@ -48,7 +42,7 @@ def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.table({name: pyarrow.array(*plain(values)) for name, values in columns.items()})
+    table = pyarrow.table({name: _column(values) for name, values in columns.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
         pyarrow.parquet.write_table(table, temporary, compression="zstd")
@@ -62,84 +56,39 @@ def read(path: Path, groups: Sequence[int] | None = None) -> list[Row]:
         groups: ids of the groups to read; None for all.
 
     Raises:
-        DataError: there is no such file, it is no parquet file, or it does not say of which samples its rows are.
+        DataError: it is no whole file of samples.
     """
     import pyarrow
-    import pyarrow.compute
     import pyarrow.parquet
 
     try:
-        # Not read_table: it would take "step_000012" in a name for a partition, and read other files beside it.
         table = pyarrow.parquet.ParquetFile(path).read()
-        for name in _IDS if table.num_rows else ():
-            if name not in table.column_names or not _are_ids(table[name]):
-                raise DataError(
-                    f"samples {path}: it has no column '{name}' of whole numbers, as samples do; remove it."
-                )
-        if groups is not None:
-            table = table.filter(pyarrow.compute.is_in(table["group"], pyarrow.array(groups, "int64")))
-        rows: list[Row] = table.to_pylist()
-    except FileNotFoundError:
-        raise DataError(f"samples {path}: there is no such file; give a step whose samples were kept.") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"samples {path}: it is no whole parquet file; remove it.") from error
-    return rows
+    if missing := {"step", "group", "sample"}.difference(table.column_names):
+        raise DataError(f"samples {path}: it has no column '{min(missing)}', as samples do; remove it.")
+    rows: list[Row] = table.to_pylist()
+    return rows if groups is None else [row for row in rows if row["group"] in groups]
 
 
-def _are_ids(column: Any) -> bool:
-    from pyarrow.types import is_integer
+def _column(values: Sequence[Any]) -> Any:
+    """Returns a column of pyarrow: of numbers, of truth values, or of texts, with JSON for all that is neither."""
+    import pyarrow
 
-    return bool(is_integer(column.type) and column.null_count == 0)
-
-
-def plain(values: Sequence[Any]) -> tuple[list[Any], str]:
-    """Returns values that a column of one type can hold, and this type, as pyarrow names it.
-
-    >>> plain([1, None, 2.5]), plain(["a", {"b": 1}])
-    (([1.0, None, 2.5], 'float64'), (['a', '{"b": 1}'], 'string'))
-    """
-    found = [_scalar(value) for value in values]
+    found = [value.item() if getattr(value, "shape", None) == () else value for value in values]  # numpy's, torch's
     kinds = {type(value) for value in found if value is not None}
-    if kinds == {bool}:
-        return found, "bool"
-    if kinds == {int} and all(value is None or -_LARGEST <= value <= _LARGEST for value in found):
-        return found, "int64"
-    if kinds and kinds <= {int, float}:
+    if kinds <= {int, float} or kinds == {bool}:
         try:
-            return [None if value is None else float(value) for value in found], "float64"
-        except OverflowError:  # an integer beyond all floats
+            return pyarrow.array(found, "float64" if float in kinds else None)
+        except (OverflowError, pyarrow.ArrowInvalid):  # an integer of more than 64 bits
             pass
-    return [None if value is None else _text(value) for value in found], "string"
-
-
-def _scalar(value: Any) -> Any:
-    """Returns the Python value of a number of numpy or torch; other values as they are."""
-    if type(value) in (str, int, float, bool) or value is None:
-        return value
-    if hasattr(value, "tolist") and getattr(value, "shape", None) == ():
-        return value.tolist()
-    return value
+    return pyarrow.array([None if value is None else _text(value) for value in found], "string")
 
 
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else _json(value)
-    # A half of a surrogate pair has no UTF-8.
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _json(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=_listed)
-    except (TypeError, ValueError, RecursionError):  # keys that JSON does not have, a circle
-        return repr(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_listed, skipkeys=True)
+    return text.encode("utf-8", "replace").decode("utf-8")  # a half of a surrogate pair has no UTF-8
 
 
 def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def number(value: Any) -> int | float | None:
-    """Returns a value as a number to compare and to sort by; None if it is none, or not a number (NaN)."""
-    if not isinstance(value, int | float) or math.isnan(value):
-        return None
-    return value

@@ -1,126 +1,123 @@
 "use strict"
-// Sorts, filters and searches the samples of a page; a filter is written as the command's where=, see query.py.
+// A table of samples. The address #step-12-group-17, as the timeline links to, shows a group with its rows open.
 
-const CONDITION = /\s*([^\s<>=!~"']+)\s*(<=|>=|!=|==|=|<|>|~)\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s"']+)(\s+and\s+|\s*$)/giy
-const ALIASES = { latency: "latency_s", reward: "score", version: "weights_version" }
-const ORDERS = { "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b }
-const [search, where, sort, falling, count, missing] =
-  ["search", "where", "sort", "falling", "count", "missing"].map((name) => document.getElementById(name))
+const data = JSON.parse(document.getElementById("samples").textContent)
+const rows = data.rows.map((values) => Object.fromEntries(data.columns.map((name, i) => [name, values[i]])))
+const isText = (name) => rows.some((row) => typeof row[name] === "string")
+const columns = [...data.columns.filter((name) => !isText(name)), ...data.columns.filter(isText)]
+const OPERATORS = {
+  "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b,
+  "=": (a, b) => a === b, "!=": (a, b) => a !== b,
+}
+const PAGE = 100
+const [search, count, head, body, more] = ["search", "count", "head", "rows", "more"].map((id) => document.getElementById(id))
+const boxes = {}
+let sorted = null, falling = false, most = PAGE, open = new Set()
 
-function valueOf(cell) {
-  if (cell.dataset.value !== undefined) return cell.dataset.value === "" ? null : Number(cell.dataset.value)
-  if (cell.tagName !== "TD" || cell.querySelector("pre")) return cell.textContent
-  return /^-?\d+$/.test(cell.textContent) ? Number(cell.textContent) : cell.textContent
+function element(name, text = "", kind = "") {
+  const made = document.createElement(name)
+  made.textContent = text
+  made.className = kind
+  return made
 }
 
-const named = (place) => [...place.querySelectorAll("[data-name]:not(th)")].map((e) => [e.dataset.name, valueOf(e)])
-const groups = [...document.querySelectorAll("section.group")].map((section) => {
-  const [, step, group] = section.id.match(/^step-(\d+)-group-(\d+)$/).map(Number)
-  const names = [...section.querySelectorAll("th")].map((cell) => cell.dataset.name)
-  const body = section.querySelector("tbody")
-  const shared = { step, group, ...Object.fromEntries(named(section)) }
-  const samples = [...body.rows].map((element) => {
-    const row = { ...shared, ...Object.fromEntries([...element.cells].map((cell, i) => [names[i], valueOf(cell)])) }
-    return { element, row, text: Object.values(row).filter((v) => typeof v === "string").join("\n").toLowerCase() }
+const titles = element("tr"), filters = element("tr")
+for (const name of columns) {
+  const title = element("th", name.replaceAll("_", " "))
+  title.dataset.name = name
+  title.addEventListener("click", () => {
+    falling = sorted === name && !falling
+    sorted = name
+    draw()
   })
-  return { section, body, samples }
-})
-const columns = [...new Set(groups.flatMap(({ samples }) => samples.flatMap(({ row }) => Object.keys(row))))]
+  titles.append(title)
+  boxes[name] = element("input", "", isText(name) ? "text" : "")
+  boxes[name].setAttribute("aria-label", `filter ${name}`)
+  const cell = element("th")
+  cell.append(boxes[name])
+  filters.append(cell)
+}
+head.append(titles, filters)
 
-function column(name) {
-  for (const each of [name, ALIASES[name]]) if (columns.includes(each)) return each
-  throw new Error(`no column '${name}'; the samples have ${columns.join(", ")}.`)
+function shown(value) {
+  if (value === null) return "–"
+  return typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value)
 }
 
-function conditions(text) {
-  const found = []
-  for (CONDITION.lastIndex = 0; CONDITION.lastIndex < text.length; ) {
-    const at = CONDITION.lastIndex, match = CONDITION.exec(text)
-    if (!match) throw new Error(`'${text.slice(at).trim()}' is no condition; write COLUMN OP VALUE, such as score<0.5.`)
-    const quoted = /^["']/.test(match[3])
-    const value = quoted ? match[3].slice(1, -1).replace(/\\(.)/gs, "$1") : match[3]
-    found.push({ name: column(match[1]), op: match[2].replace("==", "="), value, quoted })
-  }
-  return found
-}
-
-function holds(row, { name, op, value, quoted }) {
-  const found = row[name] ?? null
-  if (op === "~") return found !== null && String(found).toLowerCase().includes(value.toLowerCase())
-  const none = !quoted && value.toLowerCase() === "null"
-  if (found === null || none) return ((found === null) === none) === (op === "=") && !(op in ORDERS)
-  if (typeof found === "string") {
-    if (op in ORDERS) throw new Error(`'${name}' is a text; compare it with = != or ~ (contains).`)
-    const logical = found === "True" || found === "False"
-    return (logical ? found.toLowerCase() === value.toLowerCase() : found === value) === (op === "=")
-  }
-  if (Number.isNaN(Number(value))) throw new Error(`'${name}' is a number, '${value}' is not; give a number.`)
-  return op in ORDERS ? ORDERS[op](found, Number(value)) : (found === Number(value)) === (op === "=")
+// An empty box keeps all; <0.5 compares; anything else is contained, in any case.
+function keeps(text, value) {
+  const [, sign, wanted] = /^\s*(<=|>=|!=|<|>|=)?\s*(.*?)\s*$/s.exec(text)
+  if (!sign) return String(value ?? "").toLowerCase().includes(wanted.toLowerCase())
+  if (typeof value === "number" && wanted !== "") return OPERATORS[sign](value, Number(wanted))
+  return value !== null ? OPERATORS[sign](String(value), wanted) : sign === "!=" ? wanted !== "" : sign === "=" && wanted === ""
 }
 
 function compare(a, b) {
-  const name = sort.value, [x, y] = [a.row[name] ?? null, b.row[name] ?? null]
-  if (x === null || y === null) return (x === null) - (y === null) // those without a value come last
-  const order = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y))
-  return falling.checked ? -order : order
+  const [x, y] = [a[sorted], b[sorted]]
+  if (x === null || y === null) return (x === null) - (y === null) // rows without a value come last
+  const order = typeof x === "string" || typeof y === "string" ? String(x).localeCompare(String(y)) : x - y
+  return falling ? -order : order
 }
 
-function update() {
-  let shown = 0, inGroups = 0
-  try {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean), all = conditions(where.value)
-    for (const { section, samples } of groups) {
-      let here = 0
-      for (const { element, row, text } of samples) {
-        element.hidden = !(words.every((word) => text.includes(word)) && all.every((each) => holds(row, each)))
-        here += !element.hidden
-      }
-      section.hidden = here === 0
-      shown += here
-      inGroups += here > 0
-    }
-    count.textContent = search.value || where.value ? `${shown} samples in ${inGroups} groups` : ""
-    count.className = ""
-  } catch (error) {
-    count.textContent = error.message
-    count.className = "note failed"
+function whole(row) {
+  const list = element("dl")
+  for (const name of columns) if (isText(name) && row[name] !== null) list.append(element("dt", name), element("dd", row[name]))
+  const line = element("tr", "", "whole"), cell = element("td")
+  cell.colSpan = columns.length
+  cell.append(list)
+  line.append(cell)
+  return line
+}
+
+function draw() {
+  const words = search.value.toLowerCase().split(/\s+/).filter(Boolean)
+  const conditions = columns.filter((name) => boxes[name].value.trim())
+  const found = rows.filter((row) => {
+    if (!conditions.every((name) => keeps(boxes[name].value, row[name]))) return false
+    const text = words.length ? columns.map((name) => row[name] ?? "").join("\n").toLowerCase() : ""
+    return words.every((word) => text.includes(word))
+  })
+  if (sorted) found.sort(compare)
+  for (const title of titles.children) {
+    title.ariaSort = title.dataset.name === sorted ? (falling ? "descending" : "ascending") : "none"
   }
+  body.replaceChildren(...found.slice(0, most).flatMap((row) => {
+    const line = element("tr", "", "sample")
+    line.append(...columns.map((name) => element("td", shown(row[name]).slice(0, 300), isText(name) ? "text" : "")))
+    line.addEventListener("click", () => {
+      if (!open.delete(row)) open.add(row)
+      draw()
+    })
+    return open.has(row) ? [line, whole(row)] : [line]
+  }))
+  count.textContent = `${found.length} of ${rows.length} samples`
+  more.hidden = found.length <= most
+  more.textContent = `${Math.min(PAGE, found.length - most)} more`
 }
 
-// A group stands where its first sample would.
-function arrange() {
-  const sorted = (samples) => (sort.value ? [...samples].sort(compare) : samples)
-  for (const { body, samples } of groups) body.append(...sorted(samples).map(({ element }) => element))
-  const first = groups.map(({ section, samples }) => ({ section, row: sorted(samples.filter((s) => !s.element.hidden))[0]?.row ?? {} }))
-  document.getElementById("groups").append(...sorted(first).map(({ section }) => section))
+function clear() {
+  for (const box of [search, ...Object.values(boxes)]) box.value = ""
+  most = PAGE
+  open = new Set()
 }
 
-// The group that the address names: also if a filter hides it, or it is not on the page.
 function look() {
-  const name = location.hash.slice(1), found = /^step-(\d+)-group-(\d+)$/.exec(name)
-  const section = found && document.getElementById(name)
-  if (section?.hidden) {
-    search.value = where.value = ""
-    update()
-    section.scrollIntoView()
+  const [, step, group] = /^#step-(\d+)-group-(\d+)$/.exec(location.hash) ?? []
+  if (step !== undefined && rows.length) {
+    clear()
+    boxes.step.value = `=${step}`
+    boxes.group.value = `=${group}`
+    open = new Set(rows.filter((row) => row.step === Number(step) && row.group === Number(group)))
   }
-  missing.hidden = !found || section !== null
-  if (!missing.hidden) {
-    missing.textContent = "Step " + found[1] + ", group " + found[2] + " is not on this page. If it was kept, " +
-      "'dataflow samples RUN step=" + found[1] + " where=\"group=" + found[2] + "\"' shows it."
+  draw()
+  if (step !== undefined && !open.size) {
+    count.textContent = `Step ${step}, group ${group} is not on this page. If it was kept, ` +
+      `'dataflow samples RUN step=${step} where="group == ${group}"' shows it.`
   }
 }
 
-sort.append(...columns.map((name) => new Option(name.replaceAll("_", " "), name)))
-for (const input of [search, where]) input.addEventListener("input", () => { update(); arrange() })
-for (const input of [sort, falling]) input.addEventListener("change", arrange)
-document.getElementById("groups").addEventListener("click", ({ target }) => {
-  const name = target.closest("th")?.dataset.name
-  if (!name) return
-  falling.checked = sort.value === name && !falling.checked
-  sort.value = name
-  arrange()
-  target.closest("section").scrollIntoView()
-})
+for (const box of [search, ...Object.values(boxes)]) box.addEventListener("input", draw)
+search.form.addEventListener("reset", (event) => { event.preventDefault(); clear(); draw() })
+more.addEventListener("click", () => { most += PAGE; draw() })
 addEventListener("hashchange", look)
 look()

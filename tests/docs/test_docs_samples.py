@@ -10,8 +10,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.config.kept import SamplesConfig
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.samples.command import SamplesQuery
-from dataflow.samples.query import parse_where
+from dataflow.samples.command import SamplesQuery, select
 from dataflow.stages.samples import columns
 
 TEXT = (Path(__file__).parents[2] / "docs" / "samples.md").read_text()
@@ -33,7 +32,8 @@ def test_the_examples_are_read() -> None:
     assert len(lines) >= 4
     for line in lines:
         where = re.search(r"where='([^']*)'", line)
-        assert where is None or parse_where(where[1])
+        rows = [{"score": 0.25, "explanation": "off by one"}, {"score": 1.0, "explanation": None}]
+        assert where is None or select(rows, where[1], None) == rows[:1]
         plain = re.sub(r"where='[^']*'|-o \S+", "", line).split()
         assert parse_overrides(SamplesQuery, plain)
 

@@ -1,4 +1,4 @@
-"""The page of samples in a browser: sorted, filtered and searched, as the command does it."""
+"""The page of samples in a browser: sorted, filtered, searched and opened."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.errors import ConfigError
 from dataflow.samples.page import page
-from dataflow.samples.query import select
 from tests.rigs import chromium
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
@@ -28,14 +26,10 @@ ROWS: list[dict[str, Any]] = [
         "group": group,
         "sample": sample,
         "prompt": f"What is {group} + {step}?",
-        "ground_truth": str(group + step),
-        "data_source": "gsm8k",
         "response": f"It is {group}{sample}. {EVIL}",
         "score": (group + sample) / 3,
         "latency_s": None if group == 2 else 10.0 - group - 5 * sample,
-        "tries": 1 + group,
         "truncated": sample == 1,
-        "failed_tries": "HTTP 429, 2 s" if group else None,
         "explanation": "off by one" if sample else '"right"',
     }
     for step in (1, 2)
@@ -58,94 +52,61 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     assert said == []
 
 
-@pytest.fixture(autouse=True)
-def _anew(tab: Any) -> None:
-    for name in ("#search", "#where"):
-        tab.fill(name, "")
-    tab.select_option("#sort", "")
-    tab.uncheck("#falling")
-
-
 def shown(tab: Any) -> list[tuple[int, int, int]]:
     """The step, group and sample of what can be seen, from top to bottom."""
     found = tab.evaluate(
-        """() => [...document.querySelectorAll("section.group:not([hidden]) tbody tr:not([hidden])")].map((row) =>
-          [...row.closest("section").id.match(/\\d+/g), row.cells[0].textContent].map(Number))"""
+        """() => [...document.querySelectorAll("tr.sample")].map(
+          (row) => [0, 1, 2].map((i) => Number(row.cells[i].textContent)))"""
     )
     return [(step, group, sample) for step, group, sample in found]
 
 
-def ids(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+def keys(**conditions: Any) -> list[tuple[int, int, int]]:
+    rows = [row for row in ROWS if all(row[name] == value for name, value in conditions.items())]
     return [(row["step"], row["group"], row["sample"]) for row in rows]
 
 
 @pytest.mark.parametrize(
-    "where",
+    ("filters", "expected"),
     [
-        "score<0.5",
-        "score = 0.6666666666666666",
-        "step=2 and tries >= 2",
-        "latency>4",
-        "latency_s=null",
-        "latency_s!=null",
-        "latency_s!=5",
-        "failed_tries = NULL",
-        "failed_tries ~ '429, 2'",
-        "explanation='\"right\"'",
-        "explanation != 'off by one'",
-        "truncated=true",
-        "prompt~'WHAT is 1' and ground_truth=3",
-        f"response~'0. {EVIL}' and data_source=gsm8k",
-        "sample=1 and group==0",
+        ({"score": "<0.5", "step": "=1"}, [(1, 0, 0), (1, 0, 1), (1, 1, 0)]),
+        ({"latency_s": "="}, keys(group=2)),
+        ({"latency_s": ">=9", "step": "2"}, [(2, 0, 0), (2, 1, 0)]),
+        ({"explanation": "OFF by"}, keys(sample=1)),
+        ({"truncated": "!=true"}, keys(sample=0)),
+        ({"response": f"0. {EVIL}", "group": "=1"}, keys(group=1, sample=0)),
     ],
 )
-def test_a_filter_means_what_it_does_on_the_command_line(tab: Any, where: str) -> None:
-    tab.fill("#where", where)
-    expected = ids(select(ROWS, where, None))
+def test_boxes_filter(tab: Any, filters: dict[str, str], expected: list[tuple[int, int, int]]) -> None:
+    tab.get_by_role("button", name="clear").click()
+    for name, text in filters.items():
+        tab.get_by_label(f"filter {name}").fill(text)
     assert shown(tab) == expected
-    assert 0 < len(expected) < len(ROWS)
-    assert tab.inner_text("#count").startswith(f"{len(expected)} samples in ")
+    assert tab.inner_text("#count") == f"{len(expected)} of {len(ROWS)} samples"
 
 
-@pytest.mark.parametrize("where", ["scores<1", "score<", "score<high", "explanation>1", "score<1 or tries=1"])
-def test_what_is_no_filter_is_said(tab: Any, where: str) -> None:
-    with pytest.raises(ConfigError):
-        select(ROWS, where, None)
-    tab.fill("#where", where)
-    assert "note" in tab.get_attribute("#count", "class")
-    assert tab.inner_text("#count").endswith(".")
-
-
-def test_words_are_searched_in_all_texts(tab: Any) -> None:
+def test_words_are_searched_in_all_texts_and_a_name_sorts(tab: Any) -> None:
+    tab.get_by_role("button", name="clear").click()
     tab.fill("#search", "OFF is 21.")
     assert shown(tab) == [(1, 2, 1), (2, 2, 1)]
-    tab.fill("#where", "step=2")
-    assert shown(tab) == [(2, 2, 1)]
+    tab.fill("#search", "")
+    tab.get_by_label("filter step").fill("=1")
+    tab.locator("th[data-name=latency_s]").click()
+    assert shown(tab) == [(1, 1, 1), (1, 0, 1), (1, 1, 0), (1, 0, 0), (1, 2, 0), (1, 2, 1)]
+    tab.locator("th[data-name=latency_s]").click()
+    assert shown(tab) == [(1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1), (1, 2, 0), (1, 2, 1)]
 
 
-def test_groups_stand_where_their_first_sample_would(tab: Any) -> None:
-    tab.fill("#where", "step=1")
-    tab.select_option("#sort", "latency_s")
-    assert shown(tab) == [(1, 1, 1), (1, 1, 0), (1, 0, 1), (1, 0, 0), (1, 2, 0), (1, 2, 1)]
-    tab.check("#falling")
-    assert shown(tab) == [(1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1), (1, 2, 0), (1, 2, 1)]
-    tab.fill("#where", "step=1 and sample=1 and score<0.5")
-    tab.locator("section:not([hidden]) th[data-name=score]").first.click()
-    assert tab.input_value("#sort") == "score"
-    assert shown(tab) == [(1, 0, 1)]
-    tab.fill("#where", "")
-    tab.select_option("#sort", "")
-    assert shown(tab) == ids(ROWS)
-
-
-def test_an_address_shows_a_group_that_a_filter_hides(tab: Any) -> None:
-    tab.fill("#where", "step=1")
+def test_a_row_opens_and_an_address_shows_a_group(tab: Any) -> None:
+    tab.get_by_role("button", name="clear").click()
+    tab.locator("tr.sample").first.click()
+    assert EVIL in tab.inner_text("tr.whole")
     tab.evaluate("location.hash = 'step-2-group-1'")
-    tab.wait_for_selector("#step-2-group-1")
-    assert tab.is_hidden("#missing")
+    tab.get_by_text("2 of 12 samples").wait_for()
+    assert set(shown(tab)) == {(2, 1, 0), (2, 1, 1)}
+    assert tab.locator("tr.whole").count() == 2
     tab.evaluate("location.hash = 'step-9-group-1'")
-    tab.wait_for_selector("#missing")
-    assert "Step 9, group 1 is not on this page" in tab.inner_text("#missing")
+    tab.get_by_text("Step 9, group 1 is not on this page").wait_for()
 
 
 def test_a_page_without_samples(tab: Any, tmp_path: Path) -> None:
@@ -153,5 +114,5 @@ def test_a_page_without_samples(tab: Any, tmp_path: Path) -> None:
     other = tab.context.browser.new_page()
     other.on("pageerror", lambda error: pytest.fail(str(error)))
     other.goto((tmp_path / "empty.html").as_uri())
-    assert "There are no samples." in other.inner_text("body")
+    assert "0 samples of training" in other.inner_text("body")
     other.close()

@@ -15,8 +15,8 @@ from dataflow.batch import Batch
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.graph import Pipeline, TaskInfo
 from dataflow.policy import expand, preset
+from dataflow.samples.command import select
 from dataflow.samples.files import file_of, read
-from dataflow.samples.query import select
 from dataflow.stages.samples import kept, sample_stages, write_samples, write_val_samples
 
 pytest.importorskip("pyarrow")
@@ -114,7 +114,7 @@ def test_a_score_is_written_with_the_digits_that_it_was_given_with(tmp_path: Pat
     asyncio.run(write_val_samples.fn(responses, rewards, directory=str(tmp_path), task=TaskInfo(step=0)))
     rows = read(file_of(tmp_path, "val", 0))
     assert [row["score"] for row in rows] == [0.3, 0.3]
-    assert len(select(rows, "score=0.3", None)) == 2
+    assert len(select(rows, "score == 0.3", None)) == 2
     assert rows[0]["half"] == 0.7
 
 
