@@ -328,11 +328,14 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError("plan: give a SOURCE: a run's directory, a verl log or a costs.yaml.")
     from rich.console import Console
 
-    from dataflow.planning.drawing.picture import KINDS
+    from dataflow.planning.picture import KINDS
     from dataflow.planning.plan import beside, make_plan
+    from dataflow.system.extras import not_installed
     from dataflow.timeline import files
 
     files.check(options.out, kinds=KINDS)
+    if options.out and (why := not_installed("matplotlib")) is not None:
+        raise ConfigError(f"-o {options.out}: {why}")
     keys = [text for text in options.overrides if "=" in text]
     sources = [options.source, *(text for text in options.overrides if "=" not in text)]
     if options.out and len(sources) > 1:

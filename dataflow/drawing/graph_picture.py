@@ -7,11 +7,11 @@ checkpoints are not on it, since training does not wait for them.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dataflow.drawing.layout import Point, layered
 from dataflow.drawing.mermaid import CRITICAL, stages_chart, tasks_chart
 from dataflow.drawing.style import INK, colours, contrast, save
 from dataflow.errors import ConfigError
@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 
     from dataflow.graph import Pipeline, TaskGraph
 
-# In points.
-_FONT, _SMALL, _PAD, _MARGIN, _FOOT = 9.0, 7.5, 7.0, 12.0, 16.0
-_GAPS, _GAPS_DOWN = (17.0, 14.0), (24.0, 12.0)
 # Looks of edges, as keyword arguments of matplotlib's patches and lines.
 _PLAIN: dict[str, Any] = {"color": "#8A8A8A", "linewidth": 1.1}
 _OTHER: dict[str, Any] = {**_PLAIN, "linestyle": (0, (4, 2.5))}
 _CRITICAL: dict[str, Any] = {"color": CRITICAL, "linewidth": 2.2}
 MOST = 800
 """The largest number of tasks in a picture, which takes ten seconds to lay out and draw. Mermaid text has no limit."""
-_WIDEST = 820.0
-"""A graph that would be wider, and so too wide to read on a screen, runs from top to bottom."""
+_ACROSS = 8
+"""A graph of more layers, which would be too wide to read on a screen, runs from top to bottom."""
 
 
 class Earlier(NamedTuple):
@@ -160,96 +157,55 @@ def _draw(
 ) -> None:
     import networkx as nx
     from matplotlib.figure import Figure
-    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
     # Leave out edges implied by other paths.
     slim = nx.transitive_reduction(graph)
     slim.add_nodes_from(graph.nodes(data=True))
-    texts = {node: (str(node), "" if str(node) != f["stage"] else f["resource"]) for node, f in slim.nodes(data=True)}
-    texts |= {value: (value.stage, value.what) for value in earlier}
+    texts = {
+        node: str(node) if str(node) != f["stage"] else f"{node}\n{f['resource']}" for node, f in slim.nodes.items()
+    }
+    texts |= {value: f"{value.stage}\n{value.what}" for value in earlier}
     slim.add_edges_from((value, reader) for value, readers in earlier.items() for reader in readers)
-    boxes = {node: _box(*words) for node, words in texts.items()}
-    placed = layered(slim, boxes, _GAPS)
-    across = placed.size[0] <= _WIDEST
-    if not across:
-        placed = layered(slim, {node: box[::-1] for node, box in boxes.items()}, _GAPS_DOWN)
-    between = {(a, b) for a, b in slim.edges if a in earlier or slim.nodes[a].get("step") != slim.nodes[b].get("step")}
-    legend = [(f"critical path ({basis})", _CRITICAL)] if critical else []
-    legend += [("from another step", _OTHER)] if between else []
-    wide, high = placed.size if across else placed.size[::-1]
-    wide = max(wide, *(_text(text, _SMALL) + 28 for text, _look in legend), 0.0) + 2 * _MARGIN
-    high += 2 * _MARGIN + _FOOT * len(legend)
-    figure = Figure(figsize=(wide / 72, high / 72), facecolor="white")
-    axis = figure.add_axes((0, 0, 1, 1))
+    layer = {node: at for at, nodes in enumerate(nx.topological_generations(slim)) for node in nodes}
+    layer |= {value: min(layer[reader] for reader in slim[value]) - 1 for value in earlier}  # just before its readers
+    nx.set_node_attributes(slim, layer, "layer")
+    sizes = Counter(layer.values())
+    long, wide = len(sizes), max(sizes.values())
+    across = long <= _ACROSS
+    place = nx.multipartite_layout(slim, "layer", align="vertical" if across else "horizontal")
+    size = (2.1 * long, 0.4 + 0.75 * wide) if across else (2.1 * wide, 0.4 + 0.75 * long)
+    figure = Figure(figsize=(max(5.0, size[0]), max(1.6, size[1])), facecolor="white")
+    foot = 0.4 / figure.get_figheight()  # of the legend
+    axis = figure.add_axes((0.01, foot, 0.98, 0.99 - foot))
     axis.set_axis_off()
-    axis.set_xlim(-_MARGIN, wide - _MARGIN)
-    axis.set_ylim(high - _MARGIN, -_MARGIN)
-    place = {node: at if across else at[::-1] for node, at in placed.places.items()}
-    on = set(itertools.pairwise(critical))
-    for edge in sorted(slim.edges, key=lambda edge: edge in on):
-        look = (_OTHER if edge in between else _PLAIN) | (_CRITICAL if edge in on else {})
-        way = [at if across else at[::-1] for at in placed.ways[edge]]
-        line = _line(place[edge[0]], boxes[edge[0]], way, place[edge[1]], boxes[edge[1]], across)
-        head = FancyArrowPatch(path=line, arrowstyle="-|>", mutation_scale=9, **look)
-        axis.add_patch(head)
-    marked = set(critical)
-    for node, (x, y) in place.items():
-        w, h = boxes[node]
-        if node in earlier:
-            fill, look = "#FFFFFF", {"edgecolor": "#5A5A5A", "linewidth": 1.0, "linestyle": "--"}
-        else:
-            fill = colour[slim.nodes[node]["stage"]]
-            look = (
-                {"edgecolor": CRITICAL, "linewidth": 2.4}
-                if node in marked
-                else {"edgecolor": "#5A5A5A", "linewidth": 0.8}
-            )
-        shape = FancyBboxPatch((x - w / 2, y - h / 2), w, h, boxstyle="round,pad=0,rounding_size=4",
-                               facecolor=fill, **look)  # fmt: skip
-        axis.add_patch(shape)
-        name, small = texts[node]
-        words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": contrast(fill), "parse_math": False}
-        axis.text(x, y - (5 if small else 0), name, fontsize=_FONT, **words)
-        axis.text(x, y + 8, small, fontsize=_SMALL, **words)
-    for i, (text, look) in enumerate(reversed(legend)):
-        foot = high - _MARGIN - 8 - i * _FOOT
-        axis.plot([0, 22], [foot, foot], **look)
-        axis.text(28, foot, text, fontsize=_SMALL, va="center_baseline", color=INK)
+    boxes = {}
+    marked, on = set(critical), set(itertools.pairwise(critical))
+    for node, at in place.items():
+        fill = "#FFFFFF" if node in earlier else colour[slim.nodes[node]["stage"]]
+        edge = (
+            {"edgecolor": CRITICAL, "linewidth": 2.4} if node in marked else {"edgecolor": "#5A5A5A", "linewidth": 0.8}
+        )
+        box = {"boxstyle": "round,pad=0.5", "facecolor": fill, "linestyle": "--" if node in earlier else "-", **edge}
+        boxes[node] = axis.text(at[0], at[1], texts[node], fontsize=9, color=contrast(fill), ha="center", va="center",
+                                parse_math=False, bbox=box, zorder=3).get_bbox_patch()  # fmt: skip
+    for a, b in slim.edges:
+        another = a in earlier or slim.nodes[a].get("step") != slim.nodes[b].get("step")
+        look = (_OTHER if another else _PLAIN) | (_CRITICAL if (a, b) in on else {})
+        # An edge that passes layers bends around the boxes in them.
+        bend = 0.0 if layer[b] == layer[a] + 1 else 0.15
+        arrow = {"arrowstyle": "-|>", "connectionstyle": f"arc3,rad={bend}", "shrinkA": 0, "shrinkB": 1, **look}
+        axis.annotate("", place[b], place[a], zorder=1, arrowprops={"patchA": boxes[a], "patchB": boxes[b], **arrow})
+    axis.set_xlim(*_room([x for x, _ in place.values()], long if across else wide))
+    axis.set_ylim(*reversed(_room([y for _, y in place.values()], wide if across else long)))
+    shown = [(f"critical path ({basis})", _CRITICAL)] * bool(critical) + [("from another step", _OTHER)]
+    for text, look in shown:
+        axis.plot([], [], label=text, **look)
+    figure.legend(loc="lower left", fontsize=7.5, frameon=False, labelcolor=INK)
     save(figure, path, path.suffix.lower().lstrip("."))
 
 
-def _box(name: str, small: str) -> tuple[float, float]:
-    """Returns width and height of a node's box, in points like all lengths here."""
-    return max(_text(name, _FONT), _text(small, _SMALL)) + 2 * _PAD, 30.0 if small else 21.0
-
-
-def _text(text: str, size: float) -> float:
-    """Returns the width of a text."""
-    from matplotlib.textpath import TextPath
-
-    return float(TextPath((0, 0), text, size=size).get_extents().width) if text else 0.0
-
-
-def _line(
-    begin: Point, first: Point, way: Sequence[Point], end: Point, last: Point, across: bool
-) -> Any:  # a matplotlib Path
-    """Returns a smooth line from the side of one box to the side of another, through the points of its way."""
-    from matplotlib.path import Path as Line
-
-    ahead = 0 if across else 1
-    start, stop = list(begin), list(end)
-    start[ahead] += first[ahead] / 2
-    stop[ahead] -= last[ahead] / 2 + 1
-    # Straight from the box to the end of its layer, then a bend to the next layer, straight through it, and so on.
-    points = [tuple(start), *way[:-1], *([way[-1]] if way[-1][ahead] < stop[ahead] - 2 else []), tuple(stop)]
-    vertices, codes = [points[0]], [Line.MOVETO]
-    for i, ((x, y), (to_x, to_y)) in enumerate(itertools.pairwise(points)):
-        if i % 2 == 0:
-            vertices.append((to_x, to_y))
-            codes.append(Line.LINETO)
-            continue
-        middle = ((x + to_x) / 2, (y + to_y) / 2)
-        bends = [(middle[0], y), (middle[0], to_y)] if across else [(x, middle[1]), (to_x, middle[1])]
-        vertices += [*bends, (to_x, to_y)]
-        codes += [Line.CURVE4] * 3
-    return Line(vertices, codes)
+def _room(values: Sequence[float], number: int) -> tuple[float, float]:
+    """Returns the ends of an axis that leaves half a place beside the outermost nodes."""
+    low, high = min(values), max(values)
+    half = (high - low) / max(1, number - 1) / 2 or 0.5
+    return low - half, high + half

@@ -12,7 +12,7 @@ from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError, counted
 from dataflow.planning.advice import LEAST, advise
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.drawing.chart import AS_LOGGED
+from dataflow.planning.picture import AS_LOGGED, Words, draw_plan
 from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, numbers_of, parse_sweep, predict, sweep
 from dataflow.planning.simulation.outcomes import Outcomes, processes
 from dataflow.planning.sources.read import read_workload
@@ -154,9 +154,6 @@ class Plan:
         Raises:
             DataError: the file name has another ending.
         """
-        from dataflow.planning.drawing.picture import draw_plan
-        from dataflow.planning.drawing.words import Words
-
         best = min(self.rows, key=lambda row: row.step_s).policy
         words = Words(
             self.workload.caution,

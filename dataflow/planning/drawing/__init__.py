@@ -1,1 +1,0 @@
-"""The plan as a picture and as a page."""

@@ -1,0 +1,123 @@
+"""A plan's picture and page are complete; their look is not tested."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dataflow.errors import DataError
+from dataflow.planning.picture import Words, draw_plan
+from dataflow.planning.planner import ROWS, Prediction, Sweep
+
+pytestmark = pytest.mark.slow
+
+STEPS = 10
+
+
+def prediction(policy: str, waits: dict[str, float], bound: float = 300.0, gpu: float = 200.0) -> Prediction:
+    step = gpu + sum(waits.values())
+    return Prediction(
+        policy=policy,
+        step_s=step,
+        total_s=step * STEPS,
+        change=step / 500 - 1,
+        gpu_idle=1 - gpu / step,
+        exposed_wait_s=sum(waits.values()),
+        exposed_wait_by_cause=waits,
+        lower_bound_s=bound * STEPS,
+        bound_by="reward service",
+        bounds_s={"GPU pool": gpu * STEPS, "reward service": bound * STEPS, "critical path": 250.0 * STEPS},
+    )
+
+
+WAITS = dict(zip(ROWS, (300.0, 220.0, 150.0, 130.0, 130.0), strict=True))
+PLAN = [prediction(policy, {"rewards": s - 5, "start-up": 5.0}) for policy, s in WAITS.items()]
+
+
+def swept(knob: str, values: Sequence[float], policies: Sequence[str] = ROWS) -> Sweep:
+    rows = [tuple(prediction(p, {"rewards": WAITS[p] * values[0] / v}, 200 + 9 / v) for p in policies) for v in values]
+    return Sweep(knob, tuple(values), tuple(rows))
+
+
+SWEEPS = [swept("reward.concurrency", (64, 128, 256, 512)), swept("mini_batches", (1, 2, 4, 8, 16))]
+TITLE = "predicted: $a_run$ <1>"
+
+
+def test_a_png_is_1400_pixels_wide_and_grows_with_the_sweeps(tmp_path: Path) -> None:
+    heights = []
+    for sweeps in ([], [*SWEEPS, *SWEEPS]):
+        draw_plan(PLAN, sweeps, tmp_path / "plan.png", "A plan")
+        width, height = struct.unpack(">II", (tmp_path / "plan.png").read_bytes()[16:24])
+        assert width == 1400
+        heights.append(height)
+    assert 300 < heights[0] < heights[1] < 1500
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.png"]
+
+
+def test_a_picture_and_a_page_name_what_they_show_and_the_page_loads_nothing(tmp_path: Path) -> None:
+    words = Words("<beware>", ["its size"], [("policy", "s/step"), ("both", "330.0")], {"both": "best"},
+                  {"advice": ["do & say"]}, {"over it": [("knob", "both"), ("64", "330.1")]})  # fmt: skip
+    for kind in ("svg", "html"):
+        path = tmp_path / f"plan.{kind}"
+        draw_plan(PLAN, SWEEPS, path, TITLE, words)
+        text = path.read_text()
+        said = {
+            "GPU work",
+            "exposed wait: rewards",
+            "exposed wait: start-up",
+            "lower bound",
+            "500.0 s",
+            "420.0 s (−16.0%)",
+        }
+        said |= {
+            "predicted: $a_run$ &lt;1&gt;",
+            "reward.concurrency",
+            "seconds a step",
+            "predicted seconds a step",
+            "512",
+        }
+        if kind == "html":
+            said |= {"&lt;beware&gt;.", "Its size.", "do &amp; say.", "330.0", "330.1"}
+            assert not re.search(r'(?:src|href)="(?!data:|#)', text)
+        squeezed = re.sub(r"\s+", " ", text)
+        assert [word for word in (*said, *ROWS) if word not in squeezed] == []
+        draw_plan(PLAN, SWEEPS, path, TITLE, words)
+        assert path.read_text() == text, "the same plan gives the same file"
+
+
+def test_odd_plans_are_drawn_too(tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    nothing = prediction("both", {}, bound=0, gpu=1e-9)
+    empty = Prediction("off-policy", 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0.0, "critical path", {})
+    own = prediction("split=4 staleness=1+stream", {f"a_resource_{i}": 20.0 * i for i in range(9)})
+    for rows, sweeps in (
+        ([empty], []),
+        ([nothing, empty], [Sweep("reward.rpm", (1.5,), ((empty,),))]),
+        ([own, *PLAN, prediction("$x_1$ & <y>", {})], []),
+        (PLAN, [swept("reward.concurrency", [2**i for i in range(20)]), swept("mini_batches", range(1, 40))]),
+    ):
+        path.unlink(missing_ok=True)
+        draw_plan(rows, sweeps, path)
+        assert path.stat().st_size > 1000
+
+
+def test_another_kind_is_refused_and_a_failure_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"plan\.gif: no such kind, '\.gif'; give a name in \.png, \.svg or \.html\."):
+        draw_plan(PLAN, [], tmp_path / "plan.gif")
+    path = tmp_path / "plan.png"
+    path.write_text("old")
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        draw_plan(PLAN, SWEEPS, path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
