@@ -71,9 +71,6 @@ class WorkloadCosts(Costs):
         roles = load.roles
         if (agent := self._by_collect.get(i.stage)) is not None:
             formed = None if i.stage == roles.collect else groups
-            if load.asks_itself and formed is None:
-                formed = groups_by_index(task, load.prompts)
-                agent.submit(load, i.step, formed, begin)
             by_index = self.graph.order == "index"
             agent.service.wait(i.step, (i, begin), task.take or load.prompts, by_index=by_index, groups=formed)
             return None

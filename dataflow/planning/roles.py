@@ -24,18 +24,15 @@ class Roles:
     beside: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, pipeline: Pipeline, asks_itself: bool = False) -> Roles:
+    def of(cls, pipeline: Pipeline) -> Roles:
         """Returns the roles of a pipeline's stages; a validation is scored on the resource that collects rewards.
 
-        A collecting stage to which nothing sends requests is no agent: it takes its measured time, unless it is said to
-        ask a service itself (``asks_itself``).
+        A collecting stage to which nothing sends requests is no agent: it takes its measured time.
         """
         collector = pipeline.collector
         # Requests to a reward model on the GPUs of the engine end in the time of the stage that sends them.
         pools = {s.on for s in pipeline.with_role("samples")}
         asking = [s for s in pipeline.with_role("requests") if s.on not in pools]
-        if collector is not None and not asking and asks_itself:
-            return cls(None, collector.name, None)
         if collector is None or not asking:
             return cls(asking[0].name if asking else None, None, None)
         if any(_feeds(r, collector) for r in pipeline.with_role("requests") if r not in asking):

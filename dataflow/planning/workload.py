@@ -102,7 +102,6 @@ class Workload:
         ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
         uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
         assumptions: sentences on values that the source does not contain.
-        asks_itself: the collecting stage asks the reward service, as no stage of the role requests does.
         ran_with: the source's own reward service, as keys; "" for costs by hand.
         logged: the source's own run; None if its time is not known.
         loop: the source's own run, where that differs: keys change what is planned, and verl's loop stops for
@@ -125,7 +124,6 @@ class Workload:
     ends: tuple[float, ...] = ()
     uncounted: bool = False
     assumptions: tuple[str, ...] = ()
-    asks_itself: bool = False
     ran_with: str = ""
     logged: Logged | None = None
     loop: Workload | None = None
@@ -135,7 +133,7 @@ class Workload:
     @cached_property
     def roles(self) -> Roles:
         """The stages that use the reward service."""
-        return Roles.of(self.pipeline, self.asks_itself)
+        return Roles.of(self.pipeline)
 
     @property
     def measured_steps(self) -> int:

@@ -9,10 +9,10 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.errors import DataError
 from dataflow.files import nearest_path
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.sources import handmade, scalars, trace, verl
+from dataflow.planning.sources import handmade, logs, trace, verl
 from dataflow.planning.workload import Workload
 
-KINDS = "a run's directory, a verl log (console, jsonl, CSV, TensorBoard or MLflow) or a costs.yaml"
+KINDS = "a run's directory, a verl log (console, jsonl, CSV or TensorBoard) or a costs.yaml"
 
 
 def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload, PlanConfig]:
@@ -26,24 +26,18 @@ def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload,
         DataError: there is no such source, or it lacks what a plan needs.
         ConfigError: a key or a value is wrong, or missing.
     """
-    workload, config = _read(source, overrides)
-    return (workload if config.placement is None else workload.placed(config.placement)), config
-
-
-def _read(source: str, overrides: Sequence[str]) -> tuple[Workload, PlanConfig]:
     path = Path(source)
-    if not path.exists():
-        near = nearest_path(path, path.parent)
+    if not (path.is_file() or path.is_dir()):  # opening a FIFO would block until something writes to it
+        near = "" if path.exists() else nearest_path(path, path.parent)
         raise DataError(f"nothing to plan from at '{source}'{near or f'; give {KINDS}.'}")
-    if not (path.is_file() or path.is_dir()):
-        # Opening a FIFO would block until something writes to it.
-        raise DataError(f"'{source}' is neither a file nor a directory; give {KINDS}.")
-    if path.suffix in (".yaml", ".yml"):
-        config = parse_overrides(PlanConfig, overrides, base=handmade.values(path))
-        return handmade.workload(path, config), config
-    config = parse_overrides(PlanConfig, overrides)
-    if path.suffix == ".json" or (path / "trace.json").is_file():
-        return trace.workload(path, config), config
-    if scalars.looks_like(path):
-        return verl.workload(path, config), config
-    raise DataError(f"'{source}' cannot be planned from; give {KINDS}.")
+    costs = path.suffix in (".yaml", ".yml")
+    config = parse_overrides(PlanConfig, overrides, base=handmade.values(path) if costs else None)
+    if costs:
+        workload = handmade.workload(path, config)
+    elif path.suffix == ".json" or (path / "trace.json").is_file():
+        workload = trace.workload(path, config)
+    elif logs.reader_of(path) is not None:
+        workload = verl.workload(path, config)
+    else:
+        raise DataError(f"'{source}' cannot be planned from; give {KINDS}.")
+    return (workload if config.placement is None else workload.placed(config.placement)), config

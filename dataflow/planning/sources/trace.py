@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dataflow.distribution import parse_distribution
-from dataflow.errors import ConfigError, DataError, counted
+from dataflow.distribution import Distribution, parse_distribution
+from dataflow.errors import ConfigError, DataError, counted, nearest
 from dataflow.graph import Pipeline
 from dataflow.planning.config import AgentPlan, LogPlan, PlanConfig
 from dataflow.planning.planner import name_of
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.roles import Roles
-from dataflow.planning.sources.services import (
-    check_keys,
-    further_services,
-    service_of,
-    taken,
-    validation_latency,
-)
 from dataflow.planning.sources.whatifs import changed, given_times, refuse_log
 from dataflow.planning.workload import Logged, Measured, StageTime, Workload
 from dataflow.policy import SchedulingPolicy
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.agents import concurrency_of, rates_of
+from dataflow.timeline.spans import Mark, Span, Trace
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -36,8 +30,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     Raises:
         DataError: the trace cannot be read, or has no complete step.
     """
-    file = path / "trace.json" if path.is_dir() else path
-    trace = perfetto.read(file)
+    trace = perfetto.read(path / "trace.json" if path.is_dir() else path)
     planned = of_trace(trace, str(path), config)
     own = PlanConfig(seed=config.seed, log=config.log)
     if config.model_copy(update={"policy": None}) == own:
@@ -59,32 +52,84 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         ConfigError: a key contradicts what was measured.
     """
     job = trace.meta.get("job")
-    if not isinstance(job, dict) or "pipeline" not in job:
-        raise DataError(f"trace {source} does not say what its pipeline was; give the trace.json of a run.")
-    said = {"prompts": "prompts" in job, "mini-batches": job.get("mini_batches") is not None}
-    if missing := [name for name, known in said.items() if not known]:
+    if not isinstance(job, dict) or not {"pipeline", "prompts", "mini_batches"} <= job.keys():
         raise DataError(
-            f"trace {source} does not say how many {missing[0]} a step has; it may be a "
-            "simulation's; plan from a run, or from costs.yaml."
+            f"trace {source} does not say what its pipeline and its steps were; give a run, not a simulation, or plan "
+            "from costs.yaml."
         )
-    if not trace.spans:
-        raise DataError(f"trace {source} holds no task; give a run that trained at least one step.")
     _refuse(config, source)
     pipeline = Pipeline.from_facts(job["pipeline"])
     if config.checkpoint.every is not None:
         pipeline = _repeated(pipeline, "saves", "checkpoint", config.checkpoint.every, trace, source)
     if config.validation.every is not None:
         pipeline = _repeated(pipeline, "validates", "validation", config.validation.every, trace, source)
-    # A collecting stage that asks for its rewards itself takes its measured time, unless the keys say what it asks.
-    asks_itself = Roles.of(pipeline).collect is None and config.reward != AgentPlan()
-    roles = Roles.of(pipeline, asks_itself)
-    if roles.collect is None or asks_itself:
-        check_keys(config, pipeline, source)
-    steps = config.steps or trace.trained[1]
+    roles = Roles.of(pipeline)
+    if roles.collect is None and config.reward != AgentPlan():
+        raise ConfigError(
+            f"reward.{min(config.reward.model_fields_set)}: no stage of {source} sends reward requests; stages.NAME= "
+            "says how long the stage takes that gets its rewards itself."
+        )
     assumed: list[str] = []
-    beside = further_services(trace, pipeline, roles, config, assumed)
-    waits = {roles.collect, roles.score, *beside}
-    skipped = _left_out(trace, pipeline)
+    beside = _further_services(trace, pipeline, roles, config, assumed)
+    times = _times(trace, pipeline, {roles.collect, roles.score, *beside}, config, source, assumed)
+    agent = pipeline.collector.on if pipeline.collector is not None else "reward"
+    own, known = _service(trace, agent, (None, roles.collect), config)
+    if roles.collect is not None and not known:
+        own = _unrecorded(own, config, source, roles.collect)
+    elif config.log != LogPlan():
+        refuse_log(config, f"the trace of {source}", "says what it was")
+    given = config.reward.latency is not None
+    measured = f"stage times and {known} reward latencies are" if known and not given else "stage times are"
+    assumed[:0] = [f"{measured} those of the run.", *_taken(trace, agent, config.reward)]
+    prompts, responses = _sizes(job, trace, pipeline, assumed)
+    if cut := trace.meta.get("cut"):
+        assumed.append(f"the run is {cut}.")
+    dispatch = _dispatch(trace) if config.dispatch is None else dict.fromkeys(pipeline.by_name, config.dispatch)
+    if dispatch and config.dispatch is None:
+        mean = 1000 * statistics.fmean(dispatch.values())
+        assumed.append(
+            f"a task begins {mean:.1f} ms after it could, as in the run, more or less by stage (dispatch=SECONDS)."
+        )
+    ends = _ends(trace, next((s.name for s in pipeline.stages if s.streams), None))
+    if pipeline.streaming and not ends:
+        assumed.append("a streaming rollout's groups would end evenly over its time.")
+    said_by = agent if known else "log" if config.log.concurrency else ""
+    return Workload(
+        source=source,
+        pipeline=pipeline,
+        steps=config.steps or trace.trained[1],
+        prompts=prompts,
+        responses=responses,
+        mini_batches=config.mini_batches or int(job["mini_batches"]),
+        times=times,
+        rewards=changed(own, config.reward, "reward"),
+        beside=beside,
+        validation=_validation(trace, pipeline, roles.score, agent, config),
+        dispatch_s=dispatch,
+        ends=ends,
+        assumptions=tuple(assumed),
+        ran_with=f"{said_by}.concurrency={own.concurrency}" if said_by else "",
+        logged=_logged(trace, int(job["mini_batches"])),
+        seed=config.seed,
+    )
+
+
+def _times(
+    trace: Trace,
+    pipeline: Pipeline,
+    waits: Collection[str | None],
+    config: PlanConfig,
+    source: str,
+    assumed: list[str],
+) -> dict[str, StageTime]:
+    """Returns the time of each stage but of those that wait for a reward service.
+
+    Raises:
+        DataError: a stage of each step has none.
+    """
+    # A checkpoint that was left out, as the disk was busy, took no time.
+    left_out = {s.step for s in trace.spans if s.args.get("left_out")}
+    skipped = {(s.name, step) for s in pipeline.with_role("saves") if s.ahead_of is None for step in left_out}
     spans: dict[str, dict[int, list[Span]]] = {}
     for s in sorted(trace.spans, key=lambda s: s.part):
         if s.stage not in waits and (s.stage, s.step) not in skipped and s.stage in pipeline.by_name:
@@ -97,62 +142,81 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         )
     if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
         raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
-    times |= given_times(config, [s.name for s in pipeline.stages if s.name not in waits], waits)
-    collector = pipeline.collector
-    agent = collector.on if collector is not None else "reward"
-    spread = bool(config.balance_batch)
-    own, known = service_of(trace, agent, (None, roles.collect), spread)
-    if roles.collect is not None and not known and not asks_itself:
-        own = _unrecorded(own, config, source, roles.collect)
-    elif config.log != LogPlan():
-        refuse_log(config, f"the trace of {source}", "says what it was")
-    rewards = changed(own, config.reward, "reward")
-    assumed[:0] = [
-        _origin(pipeline, roles, known, config.reward.latency is not None),
-        *taken(trace, agent, config.reward),
-    ]
-    prompts, responses = _sizes(job, trace, pipeline, assumed)
-    if cut := trace.meta.get("cut"):
-        assumed.append(f"the run is {cut}.")
-    validation = None
-    optional = next((s for s in pipeline.stages if s.name == roles.score), None)
-    if optional is not None and optional.every:
-        scored = sum(bool(m.args.get("validation")) for m in trace.marks)
-        times_scored = len({m.args.get("step") for m in trace.marks if m.args.get("validation")})
-        samples = scored // times_scored if times_scored else 0
-        latency = validation_latency(trace, agent) if config.reward.latency is None else None
-        validation = Validation(optional.every, samples, config.validation.pool, latency=latency)
-    said_by = agent if known else "log" if config.log.concurrency else ""
-    dispatch = _dispatch(trace)
-    if config.dispatch is not None:
-        dispatch = dict.fromkeys(pipeline.by_name, config.dispatch)
-    elif dispatch:
-        mean = 1000 * statistics.fmean(dispatch.values())
-        assumed.append(
-            f"a task begins {mean:.1f} ms after it could, as in the run, more or less by stage (dispatch=SECONDS)."
-        )
-    ends = _ends(trace, next((s.name for s in pipeline.stages if s.streams), None))
-    if pipeline.streaming and not ends:
-        assumed.append("a streaming rollout's groups would end evenly over its time.")
-    return Workload(
-        source=source,
-        pipeline=pipeline,
-        steps=steps,
-        prompts=prompts,
-        responses=responses,
-        mini_batches=config.mini_batches or int(job["mini_batches"]),
-        times=times,
-        rewards=rewards,
-        beside=beside,
-        validation=validation,
-        dispatch_s=dispatch,
-        ends=ends,
-        assumptions=tuple(assumed),
-        asks_itself=asks_itself,
-        ran_with=f"{said_by}.concurrency={own.concurrency}" if said_by else "",
-        logged=_logged(trace, int(job["mini_batches"])),
-        seed=config.seed,
+    return times | given_times(config, [s.name for s in pipeline.stages if s.name not in waits])
+
+
+def _further_services(
+    trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, assumed: list[str]
+) -> dict[str, Rewards]:
+    """Returns the services of the agents whose groups do not form the parts, and adds what is assumed of them.
+
+    An agent whose requests the trace does not have takes the measured time of its tasks.
+
+    Raises:
+        ConfigError: a key is of an agent that the run does not have.
+    """
+    names = {pipeline.by_name[collect].on: collect for collect in roles.beside}
+    if unknown := [name for name in config.agents if name not in names]:
+        guess = nearest(unknown[0], names) or f"; it has {', '.join(names) or 'none beside the first'}."
+        raise ConfigError(f"agents.{unknown[0]}: the run has no further reward agent of this name{guess}")
+    found = {}
+    for collect in roles.beside:
+        agent = pipeline.by_name[collect].on
+        plan = config.agents.get(agent, AgentPlan())
+        own, known = _service(trace, agent, (None, collect), config)
+        if known or plan.latency is not None:
+            found[collect] = changed(own, plan, f"agents.{agent}")
+            assumed += [f"agent '{agent}': {known} latencies are those of the run.", *_taken(trace, agent, plan)]
+    return found
+
+
+def _service(trace: Trace, agent: str, collectors: Collection[str | None], config: PlanConfig) -> tuple[Rewards, int]:
+    """Returns an agent's service, with the latencies of the requests in a trace, and their number.
+
+    Args:
+        trace: of the run.
+        agent: its name.
+        collectors: what the requests' ``collector`` may be, where several agents collect on one resource.
+        config: of the plan.
+    """
+    asked = _asked(trace, agent)
+    trained = [m for m in asked if not m.args.get("validation")] or asked
+    own = [m for m in trained if m.args.get("collector") in collectors]
+    steps: dict[int, list[Mark]] = {}
+    for m in sorted(own, key=lambda m: (m.args.get("group", 0), m.args.get("sample", 0))):
+        steps.setdefault(m.args.get("step", 0), []).append(m)
+    latencies = tuple(m.end - m.begin for m in own)
+    rewards = Rewards(
+        Distribution("empirical", values=latencies) if latencies else Distribution("constant"),
+        concurrency_of(trace, agent) or 64,
+        rates_of(trace, agent)[0],
+        scattered=bool(config.balance_batch),
+        steps={step: tuple(m.end - m.begin for m in of) for step, of in steps.items()},
     )
+    return rewards, len(latencies)
+
+
+def _asked(trace: Trace, agent: str) -> list[Mark]:
+    """Returns the requests of an agent, those of validations among them."""
+    return [m for m in trace.marks if m.name == "reward" and m.resource == agent and not _repeats(trace, m)]
+
+
+def _repeats(trace: Trace, mark: Mark) -> bool:
+    """Whether a request may be one that the run made before it was resumed, and whose answer the ledger has."""
+    return bool(trace.meta.get("resumed")) and mark.args.get("how") == "ledger"
+
+
+def _taken(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
+    """Returns what a plan takes over from an agent of the run, and what it leaves out."""
+    rpm, tpm = rates_of(trace, agent)
+    said = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
+    said += [f"{agent}.tpm={tpm:g} of the run is not simulated."] if tpm else []
+    if repeated := sum(_repeats(trace, m) for m in trace.marks if m.name == "reward" and m.resource == agent):
+        said.append(
+            f"{counted(repeated, 'answer')} that '{agent}' took from its ledger {'is' if repeated == 1 else 'are'} "
+            "left out: the run resumed, and asked for rewards again."
+        )
+    return said
 
 
 def _unrecorded(own: Rewards, config: PlanConfig, source: str, collect: str) -> Rewards:
@@ -165,6 +229,20 @@ def _unrecorded(own: Rewards, config: PlanConfig, source: str, collect: str) -> 
     latency, concurrency = config.need(source, {"log.latency": "uniform:1:4", "log.concurrency": 64}, why=why)
     given = parse_distribution(latency, "log.latency")
     return replace(own, latency=given, concurrency=concurrency, rpm=config.log.rpm or own.rpm)
+
+
+def _validation(
+    trace: Trace, pipeline: Pipeline, score: str | None, agent: str, config: PlanConfig
+) -> Validation | None:
+    """Returns the validation that a stage scores, with the latency of its own requests."""
+    every = pipeline.by_name[score].every if score is not None else None
+    if not every:
+        return None
+    scored = [m for m in trace.marks if m.args.get("validation")]
+    times_scored = len({m.args.get("step") for m in scored})
+    latencies = tuple(m.end - m.begin for m in _asked(trace, agent) if m.args.get("validation"))
+    own = Distribution("empirical", values=latencies) if latencies and config.reward.latency is None else None
+    return Validation(every, len(scored) // max(1, times_scored), config.validation.pool, latency=own)
 
 
 def policy_of(facts: Mapping[str, Any]) -> SchedulingPolicy:
@@ -185,20 +263,6 @@ def _logged(trace: Trace, mini_batches: int) -> Logged:
         return Logged(str(trace.meta.get("policy")), seconds, steps)
     only = policy_of(said[0])
     return Logged(name_of(only, mini_batches), seconds, steps, only)
-
-
-def _origin(pipeline: Pipeline, roles: Roles, known: int, given: bool) -> str:
-    """Returns what is measured: the stages' times, and the latencies of reward requests or the time of a stage that
-    asks for rewards itself."""
-    if roles.collect is None and pipeline.collector is not None:
-        return (
-            f"stage times are those of the run; no stage of the role requests feeds '{pipeline.collector.name}', so it "
-            "takes its measured time, the same share for each sample, however many steps ask at once (reward.latency "
-            "and reward.concurrency say what it asks)."
-        )
-    if given:
-        return "stage times are those of the run, and the latency of rewards is that of reward.latency."
-    return f"stage times and {known} reward latencies are those of the run."
 
 
 def _sizes(job: Mapping[str, Any], trace: Trace, pipeline: Pipeline, assumed: list[str]) -> tuple[int, int]:
@@ -256,12 +320,6 @@ def _repeated(
         kept = [s for s in pipeline.stages if s.name not in own]
         stages = [replace(s, after=tuple(name for name in s.after if name not in own)) for s in kept]
     return Pipeline(stages, pipeline.inputs, pipeline.resources)
-
-
-def _left_out(trace: Trace, pipeline: Pipeline) -> set[tuple[str, int]]:
-    """Returns (stage, step) of checkpoints that were left out as the disk was busy: their tasks took no time."""
-    steps = {s.step for s in trace.spans if s.args.get("left_out")}
-    return {(s.name, step) for s in pipeline.with_role("saves") if s.ahead_of is None for step in steps}
 
 
 def _whole(steps: dict[int, list[Span]]) -> dict[int, tuple[float, ...]]:

@@ -7,8 +7,12 @@ and at some steps validate (`testing`: generation and scoring) and save. The wor
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.drawing.duration import figure
@@ -16,109 +20,112 @@ from dataflow.errors import ConfigError, counted
 from dataflow.planning.config import PlanConfig, ValidationPlan
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.rewards import Rewards, Validation
-from dataflow.planning.sources.guesses import examples, known_settings
 from dataflow.planning.sources.handmade import TIMED
-from dataflow.planning.sources.oddities import exception, oddities
-from dataflow.planning.sources.overlaps import HIDDEN_S, TAKEN, Signs, blocks, mean, signs
-from dataflow.planning.sources.scalars import Scalars, read_scalars
+from dataflow.planning.sources.logs import SECONDS, Scalars, printed_settings, read_scalars
 from dataflow.planning.sources.whatifs import changed, given_times
 from dataflow.planning.workload import CRITIC, Logged, Measured, StageTime, Workload, after_rewards, grpo
-from dataflow.policy import check_batch, divisors
+from dataflow.policy import check_batch
 
-# The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it.
+_STAGES = {
+    "rollout": "gen",
+    "reward_request": "reward",
+    "old_log_prob": "old_log_prob",
+    "ref_log_prob": "ref",
+    "values": "values",
+    "actor_update": "update_actor",
+    "critic_update": "update_critic",
+}
+"""Stage -> what verl times of it in each step."""
+_NOW_AND_THEN = ("testing", "save_checkpoint")
+_HIDDEN_S = 1.0
+"""After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs."""
 _QUICK = 0.9
-_SETTLE = "Give log.latency=... to settle that: the waits agree with it or not."
+"""The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it."""
+_SLOW_FIRST, _SLOW_FIRST_S = 1.15, 5.0
+"""A first step that waits longer by this factor and so many seconds has no step before it to hide rewards behind.
+
+Warm-up lengthens it by less: in the published runs the ratio is 1.3 and 1.7 with overlap, 1.0 without.
+"""
+_EARLY = 10
+"""Steps with which the first one is compared; later ones may differ since responses get longer or shorter."""
+_MUCH = 0.05
+"""Share of the steps' time that is worth a sentence."""
+_EXCEPTION = 4.0
+"""How many times as long as the median an exceptional step takes, at least."""
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
     """Returns the workload of a verl run.
 
     Raises:
-        DataError: the log cannot be read, or lacks a column.
+        DataError: the log cannot be read, or lacks a timing.
         ConfigError: a value that the log does not contain is missing.
     """
-    found = read_scalars(path)
-    planned = _workload(found, path, config)
+    log = _from_one(read_scalars(path))
+    planned = _workload(log, path, config)
     if planned.logged is None or not planned.logged.policy:
         return planned
     # verl's own loop, for as many steps as it logged: what the log itself took, to be compared with what is predicted.
-    facts = {"log", "prompts", "responses", "mini_batches", "seed"}
+    facts = {key: getattr(config, key) for key in ("log", "prompts", "responses", "mini_batches", "seed")}
     validation = ValidationPlan(samples=config.validation.samples, overlap=False, pool="own")
-    steps = planned.logged.steps
-    loop = _workload(
-        found, path, PlanConfig(**{key: getattr(config, key) for key in facts}, steps=steps, validation=validation)
-    )
-    if blocks(found):
-        loop = replace(loop, pipeline=after_rewards(loop.pipeline))
-    return replace(planned, loop=loop)
+    loop = _workload(log, path, PlanConfig(**facts, steps=planned.logged.steps, validation=validation))
+    return replace(planned, loop=replace(loop, pipeline=after_rewards(loop.pipeline)) if _blocks(log) else loop)
 
 
-def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
-    testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
-    log = _from_one(found)
-    shown = signs(log)
-    assumed = [*found.said, *oddities(log)]
-    config = known_settings(path, config, assumed)
-    needed, counted = examples(log, config)
-    timed = bool(log.series("timing_s/adv")) or mean(log, "timing_s/reward") > HIDDEN_S
-    if shown.overlap or not timed:
+def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
+    assumed = list(log.said)
+    config = _with_settings(path, config, assumed)
+    overlap, doubt = _overlap(log)
+    timed = bool(log.series(f"{SECONDS}adv")) or log.mean(f"{SECONDS}reward") > _HIDDEN_S
+    needed: dict[str, object] = {"prompts": 1024, "responses": 5, "mini_batches": 4, "log.concurrency": 256}
+    hint = ""
+    if overlap or not timed:
         needed["log.latency"] = "uniform:1:40"
-        better = "of verl's own loop" if timed else "with timing_s/adv and timing_s/reward"
-        counted += f", or plan from a log {better}"
+        hint = ", or plan from a log " + ("of verl's own loop" if timed else "with timing_s/adv and timing_s/reward")
     if config.reward.concurrency is not None and config.log.concurrency is None:
-        counted += " (reward.concurrency says what to plan)"
-    prompts, responses, mini_batches, concurrency, *_ = config.need(
-        path, needed, counted, f"{shown.overlap} " if shown.overlap else ""
-    )
+        hint += " (reward.concurrency says what to plan)"
+    prompts, responses, mini_batches, concurrency, *_ = config.need(path, needed, hint, f"{overlap} " * bool(overlap))
     check_batch(prompts, mini_batches)
     if config.agents:
         raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
-    shown = _settled(shown, log, config, concurrency, prompts, responses)
-    if shown.baseline:
-        assumed.insert(0, shown.baseline)
+    if not overlap and not doubt:
+        assumed.insert(
+            0,
+            "the log is taken for that of a baseline, whose loop waits for all rewards of a step before the update; a "
+            "run that updates on mini-batches as they arrive looks like one with quicker rewards.",
+        )
+    assumed += _left_over(log)
     scattered = config.balance_batch is not False
-    logged_rewards, request = _rewards(log, config, concurrency, prompts, responses, assumed, fit=not shown.overlap)
-    rewards = changed(replace(logged_rewards, scattered=scattered), config.reward, "reward")
-    caution = shown.overlap or (f"{shown.doubt} {_SETTLE}" if shown.doubt else _too_quick(config, logged_rewards))
-    caution = " ".join(filter(None, (caution, exception(log))))
+    own, blocking = _rewards(log, config, concurrency, (prompts, responses), assumed, fit=not overlap), _blocks(log)
+    own = replace(own, scattered=scattered)
+    cautions = (overlap, doubt, "" if overlap else _too_quick(config, own), _exception(log))
     if scattered:
         assumed.append(
             "verl distributes the batch over its ranks by length before scoring (balance_batch=false if not)."
         )
-    times: dict[str, StageTime | None] = {
-        "rollout": _measured(log, "gen"),
-        "reward_request": request,
-        "old_log_prob": _measured(log, "old_log_prob"),
-        "ref_log_prob": _measured(log, "ref"),
-        "values": _measured(log, "values"),
-        "actor_update": _measured(log, "update_actor"),
-        "critic_update": _measured(log, "update_critic"),
-    }
-    validation = _validation(log, testing, config, logged_rewards, times, assumed)
-    checkpoints = saving if config.checkpoint.every is None else config.checkpoint.every
-    if checkpoints:
+    times: dict[str, StageTime | None] = {stage: _measured(log, timing) for stage, timing in _STAGES.items()}
+    if blocking:
+        del times["reward_request"]
+    validation = _validation(log, config, own, times, assumed)
+    saves = _every(log, "save_checkpoint") if config.checkpoint.every is None else config.checkpoint.every
+    if saves:
         times["checkpoint"] = _measured(log, "save_checkpoint")
     times |= given_times(config, TIMED)
-    for stage, every, timing in (
-        ("val_rollout", config.validation.every, "testing"),
-        ("checkpoint", config.checkpoint.every, "save_checkpoint"),
-    ):
-        if every and times.get(stage) is None:
-            key = f"{'validation' if stage == 'val_rollout' else stage}.every"
+    for stage, section, timing in (
+        ("val_rollout", "validation", "testing"), ("checkpoint", "checkpoint", "save_checkpoint"),
+    ):  # fmt: skip
+        if getattr(config, section).every and times.get(stage) is None:
             raise ConfigError(
-                f"{key}: the log holds no timing_s/{timing}; give stages.{stage}=SECONDS, or leave it out."
+                f"{section}.every: the log holds no timing_s/{timing}; give stages.{stage}=SECONDS, or leave it out."
             )
     known = {name: time for name, time in times.items() if time is not None}
-    steps = config.steps or len(log.series("timing_s/gen"))
+    critic = any(name in known for name in CRITIC)
     if "ref_log_prob" not in known:
         assumed.append("no reference log-probs: the log holds no timing_s/ref.")
     if "old_log_prob" not in known:
         assumed.append("no old log-probs: the log holds no timing_s/old_log_prob, as with verl's bypass_mode.")
     if config.reward.agent == "per-step":
         assumed.append("off-policy rows leave out the first rollout, as timing_s/step does.")
-    logged = log.series("timing_s/step")
-    total = math.fsum(logged.values())
-    critic = any(name in known for name in CRITIC)
     if critic:
         assumed.append("the critic's update may run beside the next step's wait for rewards; verl's loop waits for it.")
         assumed.append(
@@ -126,52 +133,92 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
             "over the step."
         )
     how = {"critic": critic, "bypass": "old_log_prob" not in known, "stops": config.validation.overlap is False}
-    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None, **how)
+    pipeline = grpo("ref_log_prob" in known, validation, saves or None, **how)
+    whole = log.series(f"{SECONDS}step")
+    total = math.fsum(whole.values())
     return Workload(
         source=str(path),
         pipeline=pipeline,
-        steps=steps,
+        steps=config.steps or len(log.series(f"{SECONDS}gen")),
         prompts=prompts,
         responses=responses,
         mini_batches=mini_batches,
         times=known,
-        rewards=rewards,
+        rewards=changed(own, config.reward, "reward"),
         validation=validation,
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(assumed),
         ran_with=" ".join(f"log.{key}={value}" for key, value in config.log if value is not None),
-        logged=Logged("" if shown.overlap else "baseline", total, len(logged)) if total else None,
-        caution=caution,
+        logged=Logged("" if overlap else "baseline", total, len(whole)) if total else None,
+        caution=" ".join(filter(None, cautions)),
         seed=config.seed,
     )
 
 
 def _from_one(log: Scalars) -> Scalars:
     """Returns the log renumbered from step 1; the log of a resumed run begins later."""
-    first = min(log.series("timing_s/gen"), default=1)
-    if first == 1:
-        return log
-    columns = {name: {step - first + 1: s for step, s in of.items()} for name, of in log.columns.items()}
-    return Scalars(log.path, columns)
+    before = min(log.series(f"{SECONDS}gen")) - 1
+    columns = {name: {step - before: value for step, value in of.items()} for name, of in log.columns.items()}
+    return replace(log, columns=columns)
 
 
-def _settled(shown: Signs, log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int) -> Signs:
-    """Returns the signs with a doubt settled by the latency that the user gave: the waits agree with it or not."""
-    spec = config.log
-    if not shown.doubt or spec.latency is None:
-        return shown
-    latency = parse_distribution(spec.latency, "log.latency")
-    waits = mean(log, "timing_s/adv") + _beside(log)
-    fitted = fit_latency(Rewards(latency, concurrency, spec.rpm), groups, responses, waits, config.seed)
-    if quick := _too_quick(config, Rewards(fitted, concurrency, spec.rpm)):
-        return Signs(overlap=f"{shown.doubt} Its latency settles that: {quick}")
-    return Signs(baseline=f"{TAKEN}: its waits are as long as log.latency={spec.latency} makes them.")
+def _with_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanConfig:
+    """Returns the configuration with the settings that verl printed into the log, where the user gave none.
+
+    Raises:
+        ConfigError: the user gave another size of a step than the times of the log are of.
+    """
+    printed = printed_settings(path)
+
+    def of(key: str) -> Any:
+        value: Any = printed
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    prompts, small = of("data.train_batch_size"), of("actor_rollout_ref.actor.ppo_mini_batch_size")
+    found = {"prompts": prompts, "responses": of("actor_rollout_ref.rollout.n")}
+    found["mini_batches"] = prompts // small if prompts and small and prompts % small == 0 else None
+    for key in ("prompts", "responses"):
+        if found[key] is not None and getattr(config, key) not in (None, found[key]):
+            raise ConfigError(
+                f"{key}={getattr(config, key)}: the log's configuration of verl has {found[key]}; leave it out."
+            )
+    new = {key: value for key, value in found.items() if value is not None and getattr(config, key) is None}
+    if new:
+        listed = " ".join(f"{key}={value}" for key, value in new.items())
+        assumed.append(f"{listed}: from the configuration of verl that the log holds.")
+    if config.balance_batch is None and (balance := of("trainer.balance_batch")) is not None:
+        new["balance_batch"] = balance
+    return config.model_copy(update=new)
 
 
-def _beside(log: Scalars) -> float:
-    """Returns the seconds of a step in which rewards arrive unseen."""
-    return math.fsum(mean(log, f"timing_s/{name}") for name in ("old_log_prob", "ref", "values"))
+def _overlap(log: Scalars) -> tuple[str, str]:
+    """Returns that the log is of a run that overlaps steps, and that it may be; each "" if nothing shows it.
+
+    Such a run trains on samples of the step before: the first step has no work to hide its rewards behind, and after a
+    validation the rewards are there already.
+    """
+    waits = log.series(f"{SECONDS}adv")
+    later = [seconds for step, seconds in waits.items() if step > 1]
+    if len(later) < 3 or (_blocks(log) and log.mean(f"{SECONDS}reward") > _HIDDEN_S):
+        return "", ""
+    usual, early = statistics.median(later), statistics.median(later[:_EARLY])
+    first = waits.get(1, 0.0)
+    slow = first > _SLOW_FIRST * early and first > early + _SLOW_FIRST_S
+    after = [waits[step + 1] for step in log.series(f"{SECONDS}testing") if step > 0 and step + 1 in waits]
+    if usual >= _HIDDEN_S and after and statistics.median(after) < usual / 2:
+        return (
+            "this log is of a run that overlaps steps already, not of a baseline: steps usually wait "
+            f"{usual:.0f} s for rewards (timing_s/adv), those after a validation {statistics.median(after):.0f} s. Its "
+            "waits do not show how long rewards take."
+        ), ""
+    return "", (
+        "this log may not be of a baseline, but of a run that overlaps steps already (off-policy): steps usually wait "
+        f"{usual:.1f} s for rewards (timing_s/adv), its first step {first:.0f} s. A service that was slow at first "
+        "looks the same."
+    ) * slow
 
 
 def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
@@ -188,90 +235,117 @@ def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
     )
 
 
+def _left_over(log: Scalars) -> Iterator[str]:
+    """Yields a sentence on the time of the steps that none of the plan's stages has."""
+    whole = log.series(f"{SECONDS}step")
+    each = [name for name in (*_STAGES.values(), "adv") if log.series(SECONDS + name)]
+    timed = {name: log.series(SECONDS + name) for name in (*each, *_NOW_AND_THEN)}
+    complete = [step for step in whole if all(step in timed[name] for name in each)]
+    rests = [whole[step] - math.fsum(of.get(step, 0.0) for of in timed.values()) for step in complete]
+    rest = statistics.median(rests) if rests else 0.0
+    usual = statistics.median(whole.values()) if whole else 0.0
+    if rest <= _MUCH * usual:
+        return
+    others = {
+        name: seconds
+        for name in log.columns
+        if name.startswith(SECONDS) and name.removeprefix(SECONDS) not in (*timed, "step")
+        if usual * _MUCH / 5 < (seconds := log.mean(name)) <= rest * 1.02
+    }
+    listed = [f"{name} {figure(others[name], 3)} s" for name in sorted(others, key=others.__getitem__, reverse=True)]
+    named = f" (the log also has {', '.join(listed[:3])})" if listed else ""
+    yield f"a step of the log takes {figure(rest, 3)} s more than the stages of this plan, which lacks them{named}."
+
+
+def _exception(log: Scalars) -> str:
+    """Returns that one step, the first apart, took far longer than the others; "" if none did."""
+    extra = [log.series(SECONDS + name) for name in _NOW_AND_THEN]
+    whole = log.series(f"{SECONDS}step")
+    later = {step: s - math.fsum(of.get(step, 0.0) for of in extra) for step, s in whole.items() if step > min(whole)}
+    if len(later) < 3:
+        return ""
+    usual, longest = statistics.median(later.values()), max(later, key=later.__getitem__)
+    if later[longest] < _EXCEPTION * usual or later[longest] - usual <= _MUCH * math.fsum(later.values()):
+        return ""
+    return (
+        f"step {longest} took {figure(later[longest])} s, where half of the steps took {figure(usual)} s or less, and "
+        "this plan spreads that time over all steps; if it was an exception, leave it out of the log."
+    )
+
+
+def _blocks(log: Scalars) -> bool:
+    """Returns whether the loop waits for its rewards before the log-probs.
+
+    A reward function that is not launched asynchronously is timed in `reward` itself.
+    """
+    return log.mean(f"{SECONDS}reward") > log.mean(f"{SECONDS}adv")
+
+
 def _measured(log: Scalars, name: str, less: float = 0.0) -> Measured | None:
-    series = log.series(f"timing_s/{name}")
+    series = log.series(SECONDS + name)
     return Measured({step: (max(0.0, s - less),) for step, s in series.items()}) if series else None
 
 
 def _every(log: Scalars, name: str) -> int:
-    """Returns the interval of a stage that runs at multiples of it, and after the last step; 0 if it never runs.
-
-    Args:
-        log: as it was written: renumbered steps are no multiples.
-        name: of the stage's timing.
-    """
-    ran = {step for step in log.series(f"timing_s/{name}") if step > 0}
-    first, last = min(log.series("timing_s/gen"), default=1), max(log.series("timing_s/gen"), default=0)
-    if len(ran) > 1:
-        ran.discard(last)
-    most, within = math.gcd(*ran), sum(first <= step <= last for step in ran)
-    # A log of few steps allows several intervals; the shortest makes a plan run the stage as often as the log did.
-    for every in divisors(most):
-        due = last // every - (first - 1) // every
-        if due <= within + (last % every == 0 and last not in ran):  # all that ran was due
-            return every
-    return most
+    """Returns the interval of what runs now and then, and after the last step; 0 if it never runs."""
+    last = max(log.series(f"{SECONDS}gen"))
+    ran = [step for step in log.series(SECONDS + name) if step > 0]
+    regular = [step for step in ran if step != last] or ran
+    return min((b - a for a, b in pairwise(regular)), default=regular[0] if regular else 0)
 
 
 def _rewards(
-    log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int, assumed: list[str], fit: bool
-) -> tuple[Rewards, Measured | None]:
-    """Returns the reward service that the log ran with, and the time to send the requests.
+    log: Scalars, config: PlanConfig, concurrency: int, size: tuple[int, int], assumed: list[str], fit: bool
+) -> Rewards:
+    """Returns the reward service that the log ran with.
 
     The latency is fitted to the log's waits; with ``fit`` off it is the one that the user gave.
     """
     spec = config.log
-    sent, rest = mean(log, "timing_s/reward"), mean(log, "timing_s/adv")
-    apart = _beside(log)
-    blocking = blocks(log)
-    wait, visible = (sent, sent > HIDDEN_S) if blocking else (apart + rest, rest > HIDDEN_S)
-    request = None if blocking else _measured(log, "reward")
+    sent, rest = log.mean(f"{SECONDS}reward"), log.mean(f"{SECONDS}adv")
+    unseen = math.fsum(log.mean(SECONDS + name) for name in ("old_log_prob", "ref", "values"))
+    blocking = _blocks(log)
+    wait, visible = (sent, sent > _HIDDEN_S) if blocking else (unseen + rest, rest > _HIDDEN_S)
     if blocking and visible:
         assumed.append(
             "the log waits for its rewards before the log-probs (timing_s/reward); dataflow does so after them."
         )
-    distribution = parse_distribution(spec.latency, "log.latency") if spec.latency is not None else None
-    if not fit and distribution is not None:
-        assumed.append(f"log.latency={spec.latency} is taken as given: the waits in the log overlap other work.")
-    elif not visible:
-        if distribution is None:
-            distribution = Distribution("constant")
-            assumed.append("the log shows no wait for rewards: their latency is taken as 0 (log.latency=...).")
-    else:
-        shape = distribution or parse_distribution("uniform:0:2")
-        rewards = Rewards(shape, concurrency, spec.rpm)
-        distribution = fit_latency(rewards, groups, responses, wait, config.seed)
-        seen = (
-            f"the log's rewards take {wait:.1f} s a step; with {counted(concurrency, 'request')} in flight, that is "
-            f"{distribution.mean:.2f} s a request on average"
-        )
-        assumed.append(
-            f"{seen}, so log.latency={spec.latency} (average {shape.mean:.2f} s) is scaled to it: {distribution}."
-            if spec.latency
-            else f"{seen}; they are taken to spread evenly between 0 and {2 * distribution.mean:.1f} s "
-            "(log.latency=... says how they do)."
-        )
-    return Rewards(distribution, concurrency, spec.rpm), request
+    given = parse_distribution(spec.latency, "log.latency") if spec.latency is not None else None
+    if given is not None and (not fit or not visible):
+        assumed.append(f"log.latency={spec.latency} is taken as given: the log's waits do not show it.")
+        return Rewards(given, concurrency, spec.rpm)
+    if not visible:
+        assumed.append("the log shows no wait for rewards: their latency is taken as 0 (log.latency=...).")
+        return Rewards(Distribution("constant"), concurrency, spec.rpm)
+    shape = given or parse_distribution("uniform:0:2")
+    fitted = fit_latency(Rewards(shape, concurrency, spec.rpm), *size, wait, config.seed)
+    seen = (
+        f"the log's rewards take {wait:.1f} s a step; with {counted(concurrency, 'request')} in flight, that is "
+        f"{fitted.mean:.2f} s a request on average"
+    )
+    assumed.append(
+        f"{seen}, so log.latency={spec.latency} (average {shape.mean:.2f} s) is scaled to it: {fitted}."
+        if given
+        else f"{seen}; they are taken to spread evenly between 0 and {2 * fitted.mean:.1f} s "
+        "(log.latency=... says how they do)."
+    )
+    return Rewards(fitted, concurrency, spec.rpm)
 
 
 def _validation(
-    log: Scalars,
-    logged_every: int,
-    config: PlanConfig,
-    rewards: Rewards,
-    times: dict[str, StageTime | None],
-    assumed: list[str],
+    log: Scalars, config: PlanConfig, rewards: Rewards, times: dict[str, StageTime | None], assumed: list[str]
 ) -> Validation | None:
+    """Returns the validation, and adds the time of its generation and what is assumed of it."""
     plan = config.validation
-    every = logged_every if plan.every is None else plan.every
+    every = _every(log, "testing") if plan.every is None else plan.every
     if not every:
         return None
     overlap = plan.overlap if plan.overlap is not None else config.reward.agent == "continuous"
     samples = plan.samples or 0
     scoring = makespan(rewards, samples, 1, config.seed) if samples else 0.0
     times["val_rollout"] = _measured(log, "testing", scoring)
-    logged = mean(log, "timing_s/testing")
     if samples:
+        logged = log.mean(f"{SECONDS}testing")
         assumed.append(
             f"of a validation's {logged:.1f} s (timing_s/testing) {min(scoring, logged):.1f} s are scoring "
             f"{counted(samples, 'sample')}, the rest generation."

@@ -11,17 +11,9 @@ from dataflow.planning.config import AgentPlan, PlanConfig
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.workload import Modelled
 
-Parse = Callable[[str, str], Distribution]
-
 
 def changed(rewards: Rewards, plan: AgentPlan, key: str) -> Rewards:
-    """Returns a source's reward service with what the keys of its agent change.
-
-    Args:
-        rewards: as the source has it.
-        plan: the keys.
-        key: their section, for messages.
-    """
+    """Returns a source's reward service with what the keys of its agent (section ``key``) change."""
     if plan.latency is not None:
         rewards = replace(rewards, latency=parse_distribution(plan.latency, f"{key}.latency"), steps={})
     concurrency, rpm = plan.concurrency or rewards.concurrency, plan.rpm or rewards.rpm
@@ -29,27 +21,22 @@ def changed(rewards: Rewards, plan: AgentPlan, key: str) -> Rewards:
 
 
 def given_times(
-    config: PlanConfig, stages: Collection[str], waits: Collection[str | None] = (), parse: Parse = parse_distribution
+    config: PlanConfig, stages: Collection[str], parse: Callable[[str, str], Distribution] = parse_distribution
 ) -> dict[str, Modelled]:
     """Returns the time of each stage that a key gives.
 
     Args:
         config: with the keys ``stages.NAME``.
-        stages: names of those that take time of their own.
-        waits: names of those that wait for a reward service.
+        stages: names of those that take time of their own; the others wait for rewards.
         parse: reads a distribution.
 
     Raises:
         ConfigError: there is no such stage, or a time is none.
     """
     for name in config.stages:
-        if name in waits:
-            raise ConfigError(
-                f"stages.{name}: it waits for its rewards; give reward.latency and reward.concurrency in its place."
-            )
         if name not in stages:
             guess = nearest(name, stages) or f"; stages: {', '.join(stages)}."
-            raise ConfigError(f"stages.{name}: no stage has that name{guess}")
+            raise ConfigError(f"stages.{name}: no stage that takes time of its own has that name{guess}")
     return {name: Modelled(parse(text, f"stages.{name}")) for name, text in config.stages.items()}
 
 

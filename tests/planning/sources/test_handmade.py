@@ -58,16 +58,15 @@ def test_a_stage_that_nothing_runs_is_said(costs: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["stages.rolout=3"], "stages.rolout: no stage has that name; did you mean 'rollout'?"),
-        (["stages.save_checkpoint=3"], "stages.save_checkpoint is now stages.checkpoint; rename the key."),
+        (
+            ["stages.rolout=3"],
+            "stages.rolout: no stage that takes time of its own has that name; did you mean 'rollout'?",
+        ),
         (["stages.rollout=-3"], "stages.rollout '-3' is negative"),
         (
             ["stages.rollout=lognromal:1:2"],
             "stages.rollout 'lognromal:1:2': no distribution is named 'lognromal'; did you mean",
         ),
-        (["reward.latency=null"], "does not say 'reward.latency'"),
-        (["reward.concurrency=null"], "does not say 'reward.concurrency'"),
-        (["reward.rpm=0"], "reward.rpm=0: give a number greater than 0"),
         (["mini_batches=3"], "mini_batches=3 does not divide 4 prompt groups"),
         (["stages.actor_update=empirical:gone.txt"], "cannot read"),
         (["stages.actor_update=empirical:"], "'empirical:' names no file; write empirical:FILE"),
@@ -77,12 +76,6 @@ def test_what_is_wrong_is_said(costs: Path, keys: list[str], message: str) -> No
     with pytest.raises(UserError) as error:
         read_workload(str(costs), keys)
     assert message in str(error.value)
-
-
-def test_a_stage_without_a_time_is_said(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(GOOD.replace("rollout: 10, ", ""))
-    with pytest.raises(ConfigError, match=r"does not say 'stages.rollout'; give stages.rollout=SECONDS"):
-        read_workload(str(tmp_path / "c.yaml"))
 
 
 def test_all_that_costs_do_not_say_is_asked_for_at_once(tmp_path: Path) -> None:
@@ -98,19 +91,12 @@ def test_all_that_costs_do_not_say_is_asked_for_at_once(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [1", r"cannot be read as YAML: expected"),
-        ("", "holds no 'key: value' lines"),
-        ("- 1", "holds no 'key: value'"),
+        ("- 1", "holds no 'key: value' lines"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_said(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(DataError, match=message):
-        read_workload(str(tmp_path / "c.yaml"))
-
-
-def test_a_key_that_is_unknown_in_the_file_is_said(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(GOOD + "stpes: 3\n")
-    with pytest.raises(ConfigError, match="unknown key 'stpes'; did you mean 'steps'"):
         read_workload(str(tmp_path / "c.yaml"))
 
 

@@ -1,1 +1,0 @@
-"""The forms in which verl's scalars come: each file reads one of them."""
