@@ -17,90 +17,19 @@ from pydantic import (
 )
 
 from dataflow.algorithms.correction import CORRECTIONS, check_rejection, check_threshold, kinds_of
-from dataflow.algorithms.estimators import SUMS_SQUARES
+from dataflow.algorithms.estimators import ESTIMATORS, SUMS_SQUARES
+from dataflow.algorithms.losses import LOSSES
 from dataflow.algorithms.presets import PRESETS, laid_under
-from dataflow.config.section import Section, Text
+from dataflow.config.keys import yaml_values
+from dataflow.config.section import Fraction, Section, Share, Text, Texts, one_of
 from dataflow.errors import ConfigError
 
-Share = Annotated[float, Field(gt=0, le=1)]
-Factor = Annotated[float, Field(ge=0, le=1)]
-Words = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-# YAML reads 0.5_2 as 0.52; a key for text takes the value unchanged.
+Estimator = Annotated[str, one_of(ESTIMATORS)]
 Threshold = Annotated[Text, BeforeValidator(lambda v: str(v) if type(v) in (int, float) else v)]
-Estimator = Literal[
-    "gae",
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "remax",
-    "gpg",
-    "gdpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-]
-Loss = Literal["vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"]
-Preset = Literal[
-    "grpo",
-    "drgrpo",
-    "dapo",
-    "gspo",
-    "sapo",
-    "cispo",
-    "gmpo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "rloo",
-    "opo",
-    "remax",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
-]
-Correction = Literal[
-    "disabled",
-    "decoupled_token_is",
-    "decoupled_seq_is",
-    "decoupled_token_icepop",
-    "decoupled_seq_is_rs",
-    "decoupled_geo_rs",
-    "decoupled_geo_rs_seq_tis",
-    "decoupled_geo_rs_token_tis",
-    "decoupled_k3_rs",
-    "decoupled_k3_rs_seq_tis",
-    "decoupled_k3_rs_token_tis",
-    "bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "bypass_pg_is",
-    "bypass_pg_token_icepop",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_seq_tis",
-    "bypass_pg_geo_rs_token_tis",
-]
+"""A number, or lower_upper; a file may have a number."""
 Kl = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 # A '+' behind the name takes its value with the gradient of k2, which is unbiased.
-KlLoss = Literal[
-    "kl",
-    "k1",
-    "abs",
-    "mse",
-    "k2",
-    "low_var_kl",
-    "k3",
-    "kl+",
-    "k1+",
-    "abs+",
-    "mse+",
-    "k2+",
-    "low_var_kl+",
-    "k3+",
-]
+KlLoss = Literal[Kl, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
 
 class FilterGroupsConfig(Section):
@@ -130,23 +59,23 @@ class AlgorithmConfig(Section):
 
     shorthand = "preset"
 
-    preset: Preset | None = None
+    preset: Annotated[str, one_of(PRESETS)] | None = None
     """Sets several keys at once, such as drgrpo, dapo or gspo (docs/algorithms.md); keys given explicitly win."""
     adv_estimator: Estimator = "grpo"
     """Advantage estimator."""
-    gamma: Factor = 1.0
+    gamma: Share = 1.0
     """Discount per token (gae, reinforce_plus_plus and its baseline variant)."""
-    lam: Factor = 1.0
+    lam: Share = 1.0
     """Lambda of GAE: 0 trusts the critic alone, 1 the rewards alone."""
     whiten: Literal["step", "mini-batch"] = "step"
     """What GAE whitens the advantages over: a step, as in verl, or a mini-batch, so that a policy may split steps."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the group's standard deviation."""
-    gdpo_reward_keys: Words = Field(default=[])
+    gdpo_reward_keys: Texts = Field(default=[])
     """Numbers that the reward function returns beside the score, each normalised on its own (gdpo); none: the score."""
     gdpo_reward_weights: list[float] = Field(default=[])
     """A weight for each of them; none weighs all alike."""
-    policy_loss: Loss = "vanilla"
+    policy_loss: Annotated[str, one_of(LOSSES)] = "vanilla"
     """Policy loss; vanilla is PPO's clipped one."""
     clip_ratio: PositiveFloat = 0.2
     """Clip range of the policy loss; default of the next two keys."""
@@ -156,13 +85,13 @@ class AlgorithmConfig(Section):
     """Clip range above 1."""
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Dual clip: largest ratio that counts for a negative advantage (vanilla, dppo_tv, dppo_kl)."""
-    clip_cov_ratio: Share = 0.0002
+    clip_cov_ratio: Fraction = 0.0002
     """Share of tokens whose gradient is left out (clip_cov)."""
     clip_cov_lb: float = 1.0
     """Least covariance of these tokens (clip_cov)."""
     clip_cov_ub: float = 5.0
     """Largest covariance of these tokens (clip_cov)."""
-    kl_cov_ratio: Share = 0.0002
+    kl_cov_ratio: Fraction = 0.0002
     """Share of tokens, those of the largest covariance, that get a KL term (kl_cov)."""
     ppo_kl_coef: NonNegativeFloat = 0.1
     """Weight of this KL term (kl_cov)."""
@@ -194,7 +123,7 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
     """Dynamic sampling: which groups a step leaves out."""
-    rollout_correction: Correction | None = None
+    rollout_correction: Annotated[str, one_of(CORRECTIONS)] | None = None
     """One of verl's named corrections for the gap between rollout and trainer, which sets the next keys."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance weights that correct for stale samples, per token or per sequence; null leaves them out."""
@@ -202,8 +131,6 @@ class AlgorithmConfig(Section):
     """Largest importance weight; lower_upper (0.5_5.0) gives weight 0 to a ratio outside."""
     rollout_is_batch_normalize: bool = False
     """Divide the importance weights by their mean over the step."""
-    rollout_is_stale_only: bool = False
-    """Weigh stale samples alone; with policy=auto the correction then goes on and off with the staleness."""
     rollout_rs: Text | None = None
     """Reject tokens (token_k1) or responses (seq_mean_k3) that are too unlikely now; several with commas."""
     rollout_rs_threshold: Threshold | None = None
@@ -250,49 +177,27 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _fit_together(self) -> AlgorithmConfig:
-        if why := self._misfit():
-            raise ConfigError(f"algorithm.{why}")
-        return self
-
-    def _misfit(self) -> str | None:
-        """Returns a sentence about the first keys that do not fit together; None if all do."""
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
-        if weights and len(weights) != len(keys):
-            return f"gdpo_reward_weights: {len(weights)} weights for {len(keys)} gdpo_reward_keys; give one for each."
+        if self.gdpo_reward_weights and len(self.gdpo_reward_weights) != len(self.gdpo_reward_keys):
+            raise ConfigError("algorithm.gdpo_reward_weights: give one for each of gdpo_reward_keys.")
         if self.policy_loss == "dro" and self.dro_beta is None:
-            return "dro_beta: policy_loss=dro needs it; give a number greater than 0."
-        if self.rollout_is_stale_only and (self.rollout_is is None or self.bypass_mode):
-            return "rollout_is_stale_only has an effect only with algorithm.rollout_is and without bypass_mode."
-        if self.rollout_rs is None:
-            if self.rollout_rs_threshold is not None:
-                return "rollout_rs_threshold has no effect without algorithm.rollout_rs; give that, too."
-        elif self.rollout_rs_threshold is None:
-            return "rollout_rs needs algorithm.rollout_rs_threshold; give the bounds of what is kept."
-        else:
+            raise ConfigError("algorithm.dro_beta: policy_loss=dro needs it; give a number greater than 0.")
+        if (self.rollout_rs is None) != (self.rollout_rs_threshold is None):
+            raise ConfigError("algorithm.rollout_rs and algorithm.rollout_rs_threshold go together; give both.")
+        if self.rollout_rs is not None and self.rollout_rs_threshold is not None:
             try:
                 check_rejection(kinds_of(self.rollout_rs), self.rollout_rs_threshold)
             except ValueError as error:
-                return f"rollout_rs_threshold='{self.rollout_rs_threshold}': {error}."
-        if not self.bypass_mode:
-            if self.bypass_loss != "ppo_clip":
-                return f"bypass_loss={self.bypass_loss} has no effect without algorithm.bypass_mode=true."
-            return None
-        if self.policy_loss != "vanilla":
-            loss = f"policy_loss={self.policy_loss}"
-            by = self._set_by("policy_loss")
-            mend = f"give policy_loss=vanilla in place of {loss}{by}" if by else f"leave out {loss}"
-            return f"bypass_mode{self._set_by('bypass_mode')} has losses of its own (bypass_loss); {mend}."
-        if self.adv_estimator in SUMS_SQUARES:
-            return (
-                f"bypass_mode{self._set_by('bypass_mode')} leaves out the pass that adv_estimator={self.adv_estimator}"
-                f"{self._set_by('adv_estimator')} needs; use another adv_estimator, or bypass_mode=false."
+                raise ConfigError(f"algorithm.rollout_rs_threshold='{self.rollout_rs_threshold}': {error}.") from error
+        if self.bypass_mode and self.policy_loss != "vanilla":
+            raise ConfigError(
+                f"algorithm.policy_loss={self.policy_loss}: bypass_mode has its own (bypass_loss); give vanilla."
             )
-        return None
-
-    def _set_by(self, key: str) -> str:
-        """Returns which preset set a key, in brackets; "" if none did."""
-        said = f"{key}={_yaml(getattr(self, key))}"
-        return next((f" (set by {name})" for name, keys in self.preset_keys().items() if said in keys), "")
+        if self.bypass_mode and self.adv_estimator in SUMS_SQUARES:
+            raise ConfigError(
+                f"algorithm.bypass_mode leaves out the pass that adv_estimator={self.adv_estimator} needs; use another "
+                "adv_estimator, or bypass_mode=false."
+            )
+        return self
 
     @property
     def reference(self) -> bool:
@@ -310,7 +215,7 @@ class AlgorithmConfig(Section):
         for key, presets in (("preset", PRESETS), ("rollout_correction", CORRECTIONS)):
             if (name := getattr(self, key)) is not None:
                 kept = [(k, value) for k, value in presets[name].items() if getattr(self, k) == value]
-                found[f"algorithm.{key}={name}"] = [f"{k}={_yaml(value)}" for k, value in kept]
+                found[f"algorithm.{key}={name}"] = [f"{k}={yaml_values.inline(value)}" for k, value in kept]
         return found
 
     @staticmethod
@@ -319,8 +224,3 @@ class AlgorithmConfig(Section):
         kind, presets = ("rollout_correction", CORRECTIONS) if preset in CORRECTIONS else ("preset", PRESETS)
         keys = {key for name in (str(values.get(kind)), preset) for key in presets.get(name, {})}
         return {key: value for key, value in values.items() if key not in keys}
-
-
-def _yaml(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -8,9 +8,9 @@ key or value is a ConfigError: one sentence that names both.
 from __future__ import annotations
 
 import dataclasses
-import re
+import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -27,22 +27,18 @@ from pydantic import (
 )
 
 from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
+from dataflow.config.keys import yaml_values
+from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import refusal
 from dataflow.config.section import Section, Text
 from dataflow.errors import ConfigError, PolicyError
+from dataflow.system.secrets import redact_values
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
 
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-_WORD = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
-_LABEL_NAME = re.compile(_WORD)
-_LABEL_PREFIX = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,251}[a-zA-Z0-9])?")
-_SELECTOR = re.compile(rf"!?(?:in\({_WORD}(?:, ?{_WORD})*\)|{_WORD})")
-"""Of a label's values, as Ray takes it."""
-LONGEST_NAME = 200
-"""Maximum bytes of a run's name: file systems allow 255, and files in the directory are named after it."""
 
 
 class PolicyConfig(Section):
@@ -129,47 +125,9 @@ class NodesConfig(Section):
 
     @field_validator("labels", mode="before")
     @classmethod
-    def _names_with_dots_and_numbers(cls, value: Any) -> Any:
-        if isinstance(value, str) and "=" in value:
-            raise ValueError(f"give each label as a key of its own, labels.{value}")
-        if not isinstance(value, Mapping):
-            return value
-        found: dict[str, Any] = {}
-        for name, selector in _flat(value):
-            if name in found:
-                raise ValueError(f"label '{name}' is given twice; give it once")
-            found[name] = selector
-        return found
-
-    @field_validator("labels", mode="after")
-    @classmethod
-    def _selectors(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, selector in value.items():
-            prefix, slash, word = name.rpartition("/")
-            if _LABEL_NAME.fullmatch(word) is None or (slash and _LABEL_PREFIX.fullmatch(prefix) is None):
-                raise ValueError(
-                    f"'{name}' is no name of a label; give one as ray start --labels takes it, such as role or "
-                    "topology.kubernetes.io/zone"
-                )
-            if _SELECTOR.fullmatch(selector) is None:
-                raise ValueError(
-                    f"{name}={selector} selects nothing; give a label's value, or in quotes one of Ray's selectors, "
-                    "'in(a,b)', '!a' or '!in(a,b)'"
-                )
-        return value
-
-
-def _flat(labels: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields labels with the names and values that were meant: an override has split names at their dots."""
-    for name, value in labels.items():
-        if type(name) not in (str, int):  # YAML reads on, null and 1.10 as such
-            raise ValueError(f"{name} is no name of a label; put the name in quotes")
-        if not isinstance(value, Mapping):
-            yield str(name), str(value) if type(value) is int else value
-        elif value:
-            yield from ((f"{name}.{rest}", inner) for rest, inner in _flat(value))
-        else:
-            raise ValueError(f"label '{name}' has no value; give one, or leave the label out")
+    def _names_with_dots(cls, value: Any) -> Any:
+        """An override is split at the dots of topology.kubernetes.io/zone; YAML reads 7 as a number."""
+        return {name: str(label) for name, label in flat(value)} if isinstance(value, Mapping) else value
 
 
 class RayConfig(Section):
@@ -270,24 +228,13 @@ class BaseConfig(Section):
     @field_validator("runs")
     @classmethod
     def _in_the_home_directory(cls, runs: str) -> str:
-        if not runs.startswith("~"):
-            return runs
-        try:
-            return str(Path(runs).expanduser())
-        except RuntimeError as error:
-            raise ValueError("there is no such user; give ./ before a name that begins with ~") from error
+        return os.path.expanduser(runs)
 
     @field_validator("name")
     @classmethod
     def _name_a_directory(cls, name: str | None) -> str | None:
-        if name is None:
-            return None
-        if name in (".", "..") or set("/\\\0") & set(name):
-            raise ValueError("give a plain directory name, without slashes")
-        if not name.isprintable() or name != name.strip():
-            raise ValueError("give a plain directory name, without line breaks, control characters or outer spaces")
-        if len(name.encode()) > LONGEST_NAME:
-            raise ValueError(f"give a name of at most {LONGEST_NAME} bytes")
+        if name is not None and (name in (".", "..") or "/" in name or not name.isprintable() or name != name.strip()):
+            raise ValueError("give a plain directory name, without slashes, line breaks and outer spaces")
         return name
 
 
@@ -333,8 +280,5 @@ def values_of(config: BaseConfig) -> dict[str, Any]:
 
 def dump_yaml(config: BaseConfig) -> str:
     """Returns the configuration of :func:`values_of` as YAML, its secrets masked, with its remarks as comments."""
-    from dataflow.config.keys import yaml_values
-    from dataflow.system.secrets import redact_values
-
     remarks = "".join(f"# {line}\n" for line in config.remarks())
     return remarks + yaml_values.dump(redact_values(values_of(config)))

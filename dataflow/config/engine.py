@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from dataflow.config.section import Section, Text
+from dataflow.config.section import Fraction, Section, Share, Text, Texts
 from dataflow.errors import ConfigError
 
-Texts = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-"""Several texts, or a single one."""
+_OF_SERVERS = ("urls", "api_key_env", "request_timeout", "request_tries", "server_wait", "weights_dir")
+_OF_ENGINES = ("replicas", "tensor_parallel", "kv_cache_gb", "gpu_memory")
 
 
 class EngineConfig(Section):
@@ -43,11 +35,11 @@ class EngineConfig(Section):
     """Responses per prompt."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Fraction = 1.0
     """Nucleus mass kept; 1 keeps all."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Most likely tokens kept; -1 or 0 keeps all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Share = 0.0
     """Least probability kept, as a share of the likeliest token's; 0 keeps all."""
     repetition_penalty: PositiveFloat = 1.0
     """Above 1 makes tokens less likely that occurred before."""
@@ -65,7 +57,7 @@ class EngineConfig(Section):
     """Samples that are decoded at once (vllm), or requests in flight at one server (http)."""
     kv_cache_gb: PositiveFloat | None = None
     """Memory for the KV cache (vllm); null: 0.25 on a CPU, on a GPU what engine.gpu_memory leaves."""
-    gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = None
+    gpu_memory: Fraction | None = None
     """Share of the GPU's memory that weights and KV cache may take (vllm); null: 0.6 of a GPU that the trainer shares,
     0.9 of the engine's own."""
     in_flight: Literal["wait", "abort"] = "wait"
@@ -79,13 +71,9 @@ class EngineConfig(Section):
 
         if self.rollout == "http":
             check_urls(self.urls)
-        of_servers, of_engines = "has no effect without engine.rollout=http", "is a setting of the servers themselves"
-        unread = dict.fromkeys(
-            ("urls", "api_key_env", "request_timeout", "request_tries", "server_wait", "weights_dir"), of_servers
-        )
-        if self.rollout == "http":
-            unread = dict.fromkeys(("replicas", "tensor_parallel", "kv_cache_gb", "gpu_memory"), of_engines)
-        for key, why in unread.items():
+        http = self.rollout == "http"
+        why = "is a setting of the servers themselves" if http else "has no effect without engine.rollout=http"
+        for key in _OF_ENGINES if http else _OF_SERVERS:
             if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
                 raise ConfigError(f"engine.{key} {why}; leave it out.")
         return self

@@ -38,7 +38,7 @@ from dataflow.config.reward import (
     concurrency_of,
     sources_of,
 )
-from dataflow.config.section import LARGEST_STEP, Section, Text
+from dataflow.config.section import Fraction, Section, Text
 from dataflow.config.tools import ToolsConfig
 from dataflow.config.training.trained import TrainedConfig
 from dataflow.errors import ConfigError, counted
@@ -134,7 +134,7 @@ class ValConfig(Section):
     """Responses per problem."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Fraction = 1.0
     """Nucleus mass kept; 1 keeps all."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Most likely tokens kept; -1 or 0 keeps all."""
@@ -263,13 +263,6 @@ class RunConfig(BaseConfig):
         from dataflow.policy import check_batch
 
         batches, world = self.trainer.mini_batches, self.trainer.world_size
-        sampled = self.data.gen_batch_size or 0
-        key, prompts = max(("prompts", self.data.prompts), ("gen_batch_size", sampled), key=lambda each: each[1])
-        if prompts * self.engine.n > LARGEST_STEP:
-            raise ConfigError(
-                f"data.{key}={prompts} x engine.n={self.engine.n} are more than the {LARGEST_STEP} samples that a step "
-                "may have; lower one."
-            )
         check_batch(self.data.prompts, batches, "trainer.mini_batches")
         self._check_filter()
         self.policy.resolve(batches)

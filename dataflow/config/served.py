@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
-from dataflow.config.section import Section, Text
+from dataflow.config.section import Fraction, Section, Text
 
 
 class PromptConfig(Section):
@@ -47,7 +47,7 @@ class ServedModelConfig(Section):
     """Servers, each with the whole model."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one server."""
-    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.9
+    gpu_memory: Fraction = 0.9
     """Share of each GPU's memory that a server takes."""
     max_num_seqs: PositiveInt = 64
     """Requests in flight at one server."""

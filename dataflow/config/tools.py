@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from dataflow.config.section import Section, Text
-
-Names = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+from dataflow.config.section import Section, Text, Texts
 
 
 class ToolsConfig(Section):
@@ -16,7 +14,7 @@ class ToolsConfig(Section):
 
     path: Text | None = None
     """Python file that defines tools with @tool; null for only those that come with dataflow."""
-    names: Names = Field(default=[])
+    names: Texts = Field(default=[])
     """Tools to offer, from the file or built in (calculator); empty offers all that are marked in the file."""
     max_turns: PositiveInt = 4
     """Turns of the model in a conversation; a call in the last one is not answered."""

@@ -10,11 +10,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from dataflow.config.base import PolicyConfig
 from dataflow.config.keys import verl_keys
 from dataflow.config.placement import Placement
-from dataflow.config.section import LARGEST_STEP, Section
+from dataflow.config.section import Section
 from dataflow.errors import ConfigError
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
+LARGEST_STEP = 2**24
+"""Samples of a step at most: a plan keeps the times of each."""
 MOST_IN_FLIGHT = 100_000
 """A plan keeps the time of each slot; more slots than a few steps have requests change nothing."""
 

@@ -191,7 +191,6 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     workload, config = read_workload(source, rest)
     if workload.measured_steps == 1:
         workload = replace(workload, caution=f"{workload.caution} {_ONE_STEP}".lstrip())
-    workload = replace(workload, assumptions=(*workload.assumptions, *(f"{each}." for each in config.replaced)))
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)

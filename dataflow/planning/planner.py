@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dataflow.config.section import LARGEST_FLOAT
 from dataflow.errors import ConfigError, counted, nearest
 from dataflow.planning.config import MOST_IN_FLIGHT
 from dataflow.planning.simulation.outcomes import Job, Outcome, Outcomes
@@ -166,7 +165,7 @@ def _path_s(workload: Workload, policy: SchedulingPolicy, below: float, outcomes
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 _LIMITS = ("concurrency", "rpm")
-_MOST = {"concurrency": MOST_IN_FLIGHT, "rpm": LARGEST_FLOAT}
+_MOST = {"concurrency": MOST_IN_FLIGHT, "rpm": 1e9}
 """The bounds of the keys that a knob sets."""
 
 

@@ -48,7 +48,7 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
     module, config, given = found
     if not wrong:
         what = ", ".join(given) if len(given) <= 3 else f"{len(given)} keys are given"
-        yield Finding("configuration", "ok", "; ".join([what or "as in the file, no key given", *config.replaced]))
+        yield Finding("configuration", "ok", what or "as in the file, no key given")
     yield from collect(_packages(config))
     try:
         prepared = began(module, config, given, Progress(quiet=True), partial(Preparation, **_PATIENT))

@@ -70,8 +70,6 @@ class Session:
         ray_stays_on_loopback()
         self._prepared = Preparation(config, module, progress, directory)
         make_all(self._prepared.checks())
-        for sentence in config.replaced:
-            logger.info(redact(sentence))
         self.config = self._prepared.config
         self.module = module
         self.progress = progress

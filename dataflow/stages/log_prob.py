@@ -52,21 +52,19 @@ def correct(responses: Batch, old_log_probs: Batch, algorithm: Any, task: TaskIn
         task: takes the metrics, of all samples of the step.
 
     Returns:
-        With ``rollout_is`` ``rollout_is_weights``, float32 ``[rows, R]``, unless the samples are not stale and
-        ``rollout_is_stale_only`` is set; with ``rollout_rs`` ``response_mask``, int64 ``[rows, R]``, 0 for rejected
-        tokens. No columns without these, or if the rollout has no log-probs.
+        With ``rollout_is`` ``rollout_is_weights``, float32 ``[rows, R]``; with ``rollout_rs`` ``response_mask``, int64
+        ``[rows, R]``, 0 for rejected tokens. No columns without these, or if the rollout has no log-probs.
     """
     if "rollout_log_probs" not in responses or not responses.nonzero("response_mask").any():
         return responses.like()
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    stale = task.step - 1 > responses.meta.get("weights_version", -1)
     mask = responses["response_mask"]
     weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
         old_log_prob=old_log_probs["old_log_probs"],
         rollout_log_prob=responses["rollout_log_probs"],
         response_mask=mask,
-        rollout_is=algorithm.rollout_is if stale or not algorithm.rollout_is_stale_only else None,
+        rollout_is=algorithm.rollout_is,
         rollout_is_threshold=algorithm.rollout_is_threshold,
         rollout_is_batch_normalize=algorithm.rollout_is_batch_normalize,
         rollout_rs=algorithm.rollout_rs,

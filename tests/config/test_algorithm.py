@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 
 from dataflow.algorithms.correction import CORRECTIONS
-from dataflow.algorithms.estimators import ESTIMATORS
-from dataflow.algorithms.losses import LOSSES
 from dataflow.algorithms.presets import PRESETS
-from dataflow.config import algorithm
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.loading.saved import Saved, dump
 from dataflow.config.run import RunConfig, dump_yaml, parse_overrides
@@ -21,13 +17,6 @@ from dataflow.errors import ConfigError
 
 def section(*args: str) -> AlgorithmConfig:
     return parse_overrides(RunConfig, args).algorithm
-
-
-def test_the_keys_take_exactly_the_names_of_the_tables() -> None:
-    assert get_args(algorithm.Estimator) == tuple(ESTIMATORS)
-    assert get_args(algorithm.Loss) == tuple(LOSSES)
-    assert get_args(algorithm.Preset) == tuple(PRESETS)
-    assert get_args(algorithm.Correction) == tuple(CORRECTIONS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -94,28 +83,15 @@ def test_thresholds_are_taken_as_they_are_written() -> None:
     ("args", "said"),
     [
         ("algorithm=drgrp", "algorithm.preset=drgrp: give grpo, .*did you mean 'drgrpo'"),
-        ("algorithm.policy_loss=gsp", "did you mean 'gspo'"),
         ("algorithm.policy_loss=dro", "dro_beta: policy_loss=dro needs it"),
-        ("algorithm.gdpo_reward_keys=a algorithm.gdpo_reward_weights=[1,2]", "2 weights for 1 gdpo_reward_keys"),
-        ("algorithm.clip_ratio_c=1", "clip_ratio_c=1: "),
+        ("algorithm.gdpo_reward_keys=a algorithm.gdpo_reward_weights=[1,2]", "give one for each of gdpo_reward_keys"),
         ("algorithm.rollout_is_threshold=5_2", "lower_upper such as 0.5_2.0"),
-        ("algorithm.rollout_is_threshold=nan", "lower_upper such as 0.5_2.0"),
         ("algorithm.rollout_rs=token_k4", "there is no 'token_k4'"),
-        ("algorithm.rollout_rs=token_k1", "rollout_rs needs algorithm.rollout_rs_threshold"),
-        ("algorithm.rollout_rs_threshold=2", "no effect without algorithm.rollout_rs"),
+        ("algorithm.rollout_rs=token_k1", "rollout_rs and algorithm.rollout_rs_threshold go together"),
         ("algorithm.rollout_rs=token_k2 algorithm.rollout_rs_threshold=1_2", "'token_k2' has no lower bound"),
         ("algorithm.rollout_rs=token_k1 algorithm.rollout_rs_threshold=0.5", "give 1 or more"),
         ("algorithm.rollout_rs=token_k1 algorithm.rollout_rs_threshold=2,3", "one threshold for all kinds, or 1"),
-        ("algorithm.bypass_loss=reinforce", "no effect without algorithm.bypass_mode=true"),
-        ("algorithm.policy_loss=gspo algorithm.bypass_mode=true", "leave out policy_loss=gspo"),
-        (
-            "algorithm=gspo algorithm.bypass_mode=true",
-            r"give policy_loss=vanilla in place of policy_loss=gspo \(set by algorithm.preset=gspo\)\.",
-        ),
-        (
-            "algorithm.policy_loss=gspo algorithm.rollout_correction=bypass_ppo_clip",
-            r"bypass_mode \(set by algorithm.rollout_correction=bypass_ppo_clip\) has losses of its own",
-        ),
+        ("algorithm=gspo algorithm.bypass_mode=true", "policy_loss=gspo: bypass_mode has its own"),
         (
             "algorithm.adv_estimator=optimal_token_baseline algorithm.bypass_mode=true",
             "leaves out the pass that adv_estimator=optimal_token_baseline needs",

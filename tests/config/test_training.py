@@ -47,10 +47,10 @@ def test_a_short_run_may_have_the_warm_up_of_its_pipeline() -> None:
             "trainer.optimizer=AdamX: torch.optim has none of that name; give one of ASGD, Adadelta, Adagrad, Adam, "
             "AdamW, Adamax, NAdam, RAdam, RMSprop, SGD, or the module that has it as trainer.optimizer_impl.",
         ),
-        (["trainer.lr_scheduler=linear"], "trainer.lr_scheduler=linear: give constant or cosine."),
+        (["trainer.lr_scheduler=linear"], "trainer.lr_scheduler=linear: give 'constant' or 'cosine'."),
         (
             ["trainer.dtype=float16"],
-            "trainer.dtype=float16: give auto, bfloat16 or float32 (did you mean 'bfloat16'?).",
+            "trainer.dtype=float16: give 'auto', 'bfloat16' or 'float32'; did you mean 'bfloat16'?",
         ),
         (
             ["trainer.warmup_steps=31"],

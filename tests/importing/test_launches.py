@@ -364,7 +364,10 @@ SIZES = ("trainer.n_gpus_per_node=$N", "actor_rollout_ref.rollout.n=$N", "data.t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("actor_rollout_ref.rollout.temperature=-3", "becomes engine.temperature=-3: give a number of at least 0."),
+        (
+            "actor_rollout_ref.rollout.temperature=-3",
+            "becomes engine.temperature=-3: give a number greater than or equal to 0.",
+        ),
         (f"{OPTIM}.lr=0", "becomes trainer.lr=0: give a number greater than 0."),
     ],
 )

@@ -162,8 +162,8 @@ def test_a_log_of_one_step_is_said_to_show_no_accuracy(log: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("log.concurrency=1e9", "log.concurrency=1e9: give a number of at most 100000."),
-        ("reward.concurrency=1e9", "reward.concurrency=1e9: give a number of at most 100000."),
+        ("log.concurrency=1e9", "log.concurrency=1000000000.0: give a number less than or equal to 100000."),
+        ("reward.concurrency=1e9", "reward.concurrency=1000000000.0: give a number less than or equal to 100000."),
         ("log.latency=0", "a latency of 0 cannot be scaled to the"),
         ("log.latency=uniform:0:0", "or give reward.latency=0 to plan with it"),
     ],

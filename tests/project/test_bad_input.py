@@ -22,9 +22,6 @@ from safetensors.numpy import save_file
 
 from dataflow import __version__
 from dataflow.cli import main
-from dataflow.config.keys.overrides import accepts, fields
-from dataflow.config.run import RunConfig, parse_overrides
-from dataflow.errors import ConfigError
 from tests.test_cli import PIPELINE, PROBLEM
 
 TEXT = json.dumps(PROBLEM)
@@ -98,64 +95,13 @@ def test_a_cache_that_cannot_be_used_is_refused_before_anything_starts(
         assert path.read_bytes() == before, "what is not ours is not changed"
 
 
-NUMBERS = [
-    "inf",
-    "-inf",
-    "nan",
-    ".inf",
-    ".nan",
-    "1e400",
-    "-1e400",
-    "1e99",
-    "9" * 5000,
-    "-1e99",
-    "0x10",
-    "1:40",
-    "1_0_x",
-    "''",
-    "",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", NUMBERS)
-def test_no_key_takes_a_number_that_is_none(value: str) -> None:
-    numbers = {
-        ".".join(path): info
-        for path, info in fields(RunConfig)
-        if accepts(info.annotation, int, float) and not accepts(info.annotation, str, list, tuple, dict, bool)
-    }
-    assert len(numbers) > 40
-    for key, info in numbers.items():
-        if value == "" and accepts(info.annotation, type(None)):
-            continue  # null, which the key takes
-        with pytest.raises(ConfigError, match=f"^{re.escape(key)}="):
-            parse_overrides(RunConfig, [f"{key}={value}"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (f"seed={2**64}", "at most 4294967295"),
-        ("seed=-1", "at least 0"),
-        (f"steps={2**31}", "at most 2147483647"),
-        (f"data.prompts={2**30}", "more than the 16777216 samples"),
-        (f"engine.n={2**30}", "more than the 16777216 samples"),
-        ("trainer.threads=100000", "at most 1024"),
-        (f"engine.stop_token_ids=[{10**20}]", "at most 2147483647"),
-        ("trainer.betas=[nan,0.9]", "finite number"),
-        ("judge.score_range=[0,inf]", "finite number"),
-        ("name=a\nb", "plain directory name, without line breaks"),
-        ("name=\x1b[31mred", "plain directory name, without line breaks"),
-        ("name=a/b", "without slashes"),
-        ("name=..", "without slashes"),
-        ('name="a\\0b"', "without NUL"),
-        ("name=" + "x" * 300, "at most 200 bytes"),
-        ("name=" + "\u00e9" * 150, "at most 200 bytes"),
-        ("name=\udcff", "valid UTF-8"),
-        ("data.train=\udcff.jsonl", "valid UTF-8"),
-        ('data.train="a\\0.jsonl"', "without NUL"),
+        (f"seed={2**64}", "less than or equal to 4294967295"),
+        ("trainer.betas=[.nan,0.9]", "finite number"),
+        ("name=a\nb", "plain directory name, without slashes, line breaks"),
         ("judge.url=[http://a,http://b]", "for several servers give a router's"),
         ("data.train=a\nb.jsonl", "there is no such file"),
         ("model.path=a\nb", "does not exist"),
@@ -163,16 +109,10 @@ def test_no_key_takes_a_number_that_is_none(value: str) -> None:
         ("data.train=" + "x" * 300 + ".jsonl", "File name too long"),
         ("runs=" + "x" * 300, "File name too long"),
         ("custom_reward_function.path=" + "x" * 300, "File name too long"),
-        ("runs=", "give a text"),
         ("policy=Both", "did you mean 'both'"),
-        ("policy=bo\nth", "unknown policy 'bo\\nth'"),
         ('policy="both', "put quotes around a text"),
-        ("steps", "write key=value"),
-        ("steps=", "give a whole number"),
-        ("=5", "has no key"),
-        ("engine={n: 4, n: 8}", "key 'n' is given twice"),
-        ("tracking.backends=" + "[" * 5000, "it nests too deep, over 50 levels; give fewer"),
-        ("engine.stop=&a [*a]", "aliases (*name) are not read; write the value out"),
+        ("steps", "write it so, such as steps=5"),
+        ("steps=", "give a valid integer"),
         ("x" * 100_000 + "=1", "unknown key"),
     ],
 )
@@ -187,7 +127,7 @@ def test_a_value_that_is_wrong(refused: Said, argument: str, message: str) -> No
         (["--policy=both"], "keys are written without dashes, policy=both"),
         (["--max-tokens", "5"], "max_tokens=5"),
         (["-x"], "unrecognized arguments: -x"),
-        (["steps", "5"], "write key=value"),
+        (["steps", "5"], "is not key=value"),
     ],
 )
 def test_options_of_another_programs_kind(refused: Said, arguments: list[str], message: str) -> None:
@@ -267,65 +207,6 @@ def test_a_path_that_leads_to_no_file(
     assert f"did you mean '{path}'" not in err
 
 
-FILE = """
-from dataflow.config.run import RunConfig, parse_overrides
-from dataflow.errors import ConfigError, Interrupted, RunError
-class Config(RunConfig): ...
-{text}
-"""
-
-
-def _whole(body: str) -> str:
-    """Returns a pipeline file whose Config has a validator with this body."""
-    return (
-        f"from pydantic import model_validator\nclass Config(RunConfig):\n"
-        f"    @model_validator(mode='after')\n    def check(self):\n        {body}\ndef pipeline(config): ...\n"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def pipeline(config): return None", "pipeline(config) returned None; return a Pipeline(...)"),
-        ("def pipeline(config): return [1]", "returned an object of type list"),
-        ("def pipeline(config): return Config", "returned the class Config"),
-        ("def pipeline(config): return config", "returned an object of type Config"),
-        ("def pipeline(config): 1 / 0", "raised ZeroDivisionError: division by zero (line 5)"),
-        ("def pipeline(config): raise SystemExit(0)", "raised SystemExit: 0"),
-        ("def pipeline(config): raise BaseException('two\\nlines')", "raised BaseException: two lines"),
-        ("def pipeline(config): return pipeline(config)", "raised RecursionError"),
-        ("def pipeline(config): raise KeyError", "raised KeyError (line 5)"),
-        ("def pipeline(): ...", "raised TypeError"),
-        ("async def pipeline(config): ...", "returned an object of type coroutine"),
-        ("pipeline = 3", "lacks 'pipeline'"),
-        ("Config = dict\ndef pipeline(config): ...", "'Config' is the class dict; define 'class Config(Pipe"),
-        ("class Config: ...\ndef pipeline(config): ...", "'Config' is the class Config; define"),
-        ("Config = RunConfig()\ndef pipeline(config): ...", "'Config' is an object of type RunConfig"),
-        ("raise SystemExit(3)", "cannot be loaded (line 5): SystemExit: 3"),
-        ("raise BaseException", "cannot be loaded (line 5): BaseException"),
-        ("import sys; sys.exit()", "cannot be loaded (line 5): SystemExit"),
-        ("raise GeneratorExit", "cannot be loaded (line 5): GeneratorExit"),
-        ("def pipeline(config): raise RunError('a\\nb')", "pipeline(config) raised RunError: a b (line 5)"),
-        ("def pipeline(config): raise Interrupted('me')", "pipeline(config) raised Interrupted: me (line 5)"),
-        (_whole("raise SystemExit(3)"), "the configuration Config cannot be built: SystemExit: 3"),
-        (_whole("return None"), "a validator of the whole class returned NoneType in place of it; return self"),
-        (
-            "class Config(RunConfig):\n    def model_post_init(self, _): raise TypeError('no')\n"
-            "def pipeline(config): ...",
-            "the configuration Config cannot be built: TypeError: no",
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:coroutine", "ignore:Returning anything other")
-def test_a_pipeline_file_that_is_none(refused: Said, tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(FILE.format(text=text))
-    assert message in refused(pipeline=str(file))
-    if "(line" not in message or "pipeline(config)" in text:
-        assert main(["show", str(file)]) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -346,40 +227,6 @@ def test_a_pipeline_file_that_is_none(refused: Said, tmp_path: Path, text: str, 
 def test_settings_that_cannot_take_effect(refused: Said, arguments: str, message: str) -> None:
     keys = re.split(r" (?=\w+[.=])", arguments)
     assert message in refused("engine.rollout=hf", *keys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("return None", "inputs(config) returned None"),
-        ("return [1]", "inputs(config) returned an object of type list"),
-        ("return {'prompts': 3}", "gave an object of type int for 'prompts'"),
-        ("return {3: print}", "for 3; give a function"),
-        ("1 / 0", "inputs(config) raised ZeroDivisionError: division by zero (line 5)"),
-        ("raise SystemExit", "inputs(config) raised SystemExit (line 5)"),
-    ],
-)
-def test_inputs_that_are_none(refused: Said, tmp_path: Path, model: Path, text: str, message: str) -> None:
-    file = tmp_path / "mine.py"
-    source = Path(PIPELINE).read_text()
-    file.write_text(f"{source}\n\ndef inputs(config):\n    {text}\n")
-    line = source.count("\n") + 4
-    assert message.replace("line 5", f"line {line}") in refused(
-        f"model.path={model}", "engine.rollout=hf", "engine.max_tokens=8", pipeline=str(file)
-    )
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
-def test_a_pipeline_file_in_another_encoding(
-    refused: Said, capsys: pytest.CaptureFixture[str], tmp_path: Path, encoding: str
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_bytes(Path(PIPELINE).read_text().encode(encoding))
-    if encoding == "utf-8-sig":
-        assert main(["show", str(file)]) == 0
-    else:
-        assert "cannot be loaded" in refused(pipeline=str(file))
 
 
 @pytest.fixture
@@ -539,7 +386,7 @@ def test_directories_without_rights(refused: Said, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("steps=1000000000", "at most 100000"),
+        ("steps=1000000000", "less than or equal to 100000"),
         ("prompts=800000000", "more than the 16777216 samples"),
         ("responses=1e8", "more than the 16777216 samples"),
         ("reward.latency=lognormal:1:800", "SIGMA from 0 to 20"),

@@ -9,24 +9,8 @@ import torch
 
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
-from dataflow.errors import ConfigError
 from dataflow.graph import Read, TaskInfo
 from dataflow.stages.log_prob import correct, kl_penalty, log_prob_stages
-
-
-@pytest.mark.heavy
-def test_stale_samples_alone_are_weighed_if_so_asked() -> None:
-    mask = torch.ones(2, 3, dtype=torch.long)
-    responses = Batch([0, 1], {"response_mask": mask, "rollout_log_probs": torch.full((2, 3), -1.0)})
-    old = responses.like(old_log_probs=torch.full((2, 3), -1.2))
-    weighed = []
-    for alone in (False, True):
-        algorithm = AlgorithmConfig(rollout_is="token", rollout_is_stale_only=alone)
-        for version in (4, 3):
-            responses.meta["weights_version"] = version
-            found = correct(responses, old, algorithm, TaskInfo(step=5))
-            weighed.append("rollout_is_weights" in found)
-    assert weighed == [True, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -43,12 +27,6 @@ def test_stages_wait_for_a_correction_but_not_for_metrics_alone(
     limits = {"rollout_rs_threshold": "0.1"} if "rollout_rs" in keys else {}
     _old, stage = log_prob_stages(AlgorithmConfig(**keys, **limits), trainer=None)  # type: ignore[arg-type]
     assert (stage.writes, stage.on) == (writes, on)
-
-
-@pytest.mark.parametrize("keys", [{}, {"rollout_is": "sequence", "bypass_mode": True}])
-def test_it_has_no_effect_without_weights_or_in_bypass_mode(keys: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="rollout_is_stale_only has an effect only with"):
-        AlgorithmConfig(rollout_is_stale_only=True, **keys)  # type: ignore[arg-type]
 
 
 @pytest.mark.heavy

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from dataflow.config.section import Beta, Section, Text
+from dataflow.config.section import Section, Share, Text
 from dataflow.errors import ConfigError, counted
 
 TORCH = "torch.optim"
@@ -14,7 +14,7 @@ OPTIMIZERS = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD",
 )  # fmt: skip
 """Optimizers of torch.optim that take any weights and a weight decay, and need no closure."""
-Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraConfig(Section):

@@ -21,7 +21,6 @@ from dataflow.rewards.functions import CONTEXT, load_reward, takes
 from dataflow.rewards.gsm8k import VERLS, VERLS_STRICT
 from dataflow.rewards.naming import MAIN, keyed
 from dataflow.running.preparing.toy import toy_settings
-from dataflow.running.services.hosting import engine_kind
 
 if TYPE_CHECKING:
     from dataflow.data.prompts import Problems
@@ -37,10 +36,7 @@ def remarks(config: RunConfig, prompts: Prompts, right: Collection[str]) -> list
         right: names of the reward agents that were found right.
     """
     agents = {s.name: partial(keyed, agent=s.name) for s in sources_of(config) if s.name != MAIN}
-    policy = config.policy
-    stale = policy.limit if policy.auto else policy.resolve(config.optimizer_steps).max_staleness
-    settled = {"engine.rollout": engine_kind(config), "policy.max_staleness": stale}
-    found = [*toy_settings(config), *without_effect(config, config.given_keys, agents, settled), *_of_steps(config)]
+    found = [*toy_settings(config), *without_effect(config, config.given_keys, agents), *_of_steps(config)]
     found += [sentence for s in sources_of(config) if s.name in right for sentence in _of_function(s)]
     if prompts.settled:
         found += _of_template(config)

