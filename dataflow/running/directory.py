@@ -59,17 +59,14 @@ def make_directory(config: BaseConfig, stem: str) -> Path:
     try:
         runs.mkdir(parents=True, exist_ok=True)
         if config.name:
-            (runs / config.name).mkdir(exist_ok=not _taken(runs / config.name, config))
+            check_directory(config)  # once more, as another run may have begun
+            (runs / config.name).mkdir(exist_ok=True)
             return runs / config.name
         for number in itertools.count(1):
             path = runs / f"{stem}-{config.policy.preset}-{number}"
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
-    except FileExistsError as error:
-        raise ConfigError(
-            f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it."
-        ) from error
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: cannot write there: {error.strerror}.") from error
     raise AssertionError  # the numbers have no end

@@ -134,7 +134,9 @@ def test_a_run_ends_with_one_sentence(tmp_path: Path, tiny_qwen: Path) -> None:
     said = [line for line in lines if not line.startswith(("step ", "starting workers", " "))]
     assert ended.returncode == 1, ended.stderr
     assert len(said) == 1, ended.stderr
-    assert re.fullmatch(r"stopped after \d+ of 500 steps; 'dataflow timeline .*' draws .*", last), last
+    assert re.fullmatch(r"stopped after \d+ of 500 steps; 'dataflow run' .*, 'dataflow timeline .*' draws .*", last), (
+        last
+    )
     assert "cannot be written" in said[0]
     assert '"status": "failed"' in (tmp_path / "runs" / "full" / "summary.json").read_text()
 

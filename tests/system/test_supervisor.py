@@ -174,7 +174,8 @@ def test_a_run_that_does_not_end_is_ended(tmp_path: Path, commands: list[Command
         command.process.send_signal(signal.SIGINT)
     code, _out, err = command.ends()
     assert code == 143
-    assert err.strip() == f"interrupted: stopped after 0 of 7 steps; its files are in {tmp_path / 'run'}"
+    again = "'dataflow run' with name=run and resume=auto begins it again"
+    assert err.strip() == f"interrupted: stopped after 0 of 7 steps; {again}; its files are in {tmp_path / 'run'}"
     assert status(tmp_path) == "interrupted"
 
 

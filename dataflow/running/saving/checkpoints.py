@@ -82,7 +82,7 @@ class CheckpointStore:
     them; copies in further processes may read.
 
     A checkpoint is written by :meth:`begin`, which returns a directory to write to, and :meth:`commit`, or dropped by
-    :meth:`discard`, one at a time. Call these in one process, and in a thread if an event loop must not be blocked.
+    :meth:`discard`. Call these in one process, and in a thread if an event loop must not be blocked.
 
     Args:
         directory: of the checkpoints, in the run's; made with the first one.
@@ -105,7 +105,9 @@ class CheckpointStore:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         for left in self.directory.glob(".step_*"):
-            _remove(left)
+            # This process may still hash another one, whose copy has been written.
+            if left == self._aside(step) or not left.name.endswith(f".{os.getpid()}"):
+                _remove(left)
         self._aside(step).mkdir()
         return self._aside(step)
 

@@ -106,6 +106,8 @@ def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = Fal
             scores |= {f"{name}, step {row['step']}": v for name, v in row.items() if name.startswith("val-core/")}
     base, options = (values.get("model") or {}).get("path"), data.get("apply_chat_template_kwargs")
     lora = ((values.get("trainer") or {}).get("lora") or {}).get("rank")
+    trained = f", as a LoRA adapter of rank {lora}{'' if adapter else ', which is merged here'}" if lora else ""
+    revision = f", git revision `{origin['revision']}`" if "revision" in origin else ""
     lines = [
         "---",
         *(["library_name: peft", f"base_model: {base}"] if adapter else ["library_name: transformers"]),
@@ -116,26 +118,15 @@ def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = Fal
         f"# {run.resolve().name}, step {step}",
         "",
         f"Trained by dataflow from `{base}`, with {algorithm.get('adv_estimator')} advantages, under the scheduling "
-        f"policy {policy.get('preset')} (staleness at most {policy.get('max_staleness')})"
-        + (f", as a LoRA adapter of rank {lora}{'' if adapter else ', which is merged here'}." if lora else "."),
+        f"policy {policy.get('preset')} (staleness at most {policy.get('max_staleness')}){trained}.",
         "",
         f"- Training data: {data.get('train') or 'generated word problems'}; "
         f"{counted(data.get('prompts') or 0, 'prompt')} a step, "
         f"{counted((values.get('engine') or {}).get('n') or 0, 'response')} each.",
         *([f"- Options of the chat template, to serve it with as well: `{json.dumps(options)}`."] if options else []),
-        f"- Seed {values.get('seed')}; pipeline file SHA-256 `{origin.get('sha256')}`"
-        + (f", git revision `{origin['revision']}`." if "revision" in origin else "."),
+        f"- Seed {values.get('seed')}; pipeline file SHA-256 `{origin.get('sha256')}`{revision}.",
         f"- Versions: {', '.join(f'{name} {of}' for name, of in (origin.get('versions') or {}).items())}.",
+        *(f"- {name}: {score:.4f}" for name, score in scores.items()),
         "",
     ]
-    if scores:
-        lines += ["| validation | score |", "|---|---|", *(f"| {name} | {v:.4f} |" for name, v in scores.items()), ""]
-    lines += [
-        "The configuration of the run:",
-        "",
-        "```json",
-        json.dumps(dict(values), indent=1, default=str),
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "```json", json.dumps(dict(values), indent=1, default=str), "```", ""])

@@ -151,6 +151,18 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(
     ]
 
 
+def test_a_checkpoint_may_begin_while_another_one_is_committed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (tmp_path / ".step_000001.1").mkdir()  # of a killed process
+    (store.begin(1) / "a").write_text("x")
+    (store.begin(2) / "b").write_text("x")
+    (store.begin(2) / "a").write_text("x")  # as after a kill, in a container that gives the same id again
+    store.commit(1)
+    store.commit(2)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    assert names(tmp_path / "step_000002") == ["a", "manifest.json"]
+
+
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
     """Lets files of this process grow to a size only, which fails as a full disk does."""
