@@ -1,14 +1,15 @@
 """Scheduling policies: what they are, and the tasks and edges that they make of a pipeline. Pure.
 
 Two integers make all of them: ``split``, the number of parts in which a step's rewards are collected and used, and
-``max_staleness``, how many steps older the weights that a step's samples are drawn with may be than those its update
-starts from. Only this module turns them into tasks and edges: :func:`expand` checks them, and :class:`Unroller` makes
-the tasks of a step, each with all that it waits for. The scheduler orders these and knows no policy.
+``max_staleness``, how many steps old the weights that a step samples with may be, counted from the weights that its
+update starts from. Only this module turns them into tasks and edges: :func:`expand` checks them, and :class:`Unroller`
+makes the tasks of a step, each with all that it waits for. The scheduler orders these and knows no policy.
 
-Why may the rollout of step 5 start before the rewards of step 4, and what stops step 6's? Update 5 starts from the
-weights that step 4 makes. Under ``both`` (max_staleness=1) its samples may be drawn with those of step 3, so
-``rollout[5]`` waits for their sync, and for no reward of step 4. ``rollout[6]`` samples with the weights of step 4, so
-it waits for this step's sync, which waits for its last update, which waits for its last rewards:
+Why may the rollout of step 5 start before the rewards of step 4 have arrived, and what stops step 6's? Update 5 starts
+from the weights that step 4 makes. Under ``off-policy`` and ``both`` (max_staleness=1) its samples may be drawn with
+the weights of step 3, so ``rollout[5]`` waits for ``sync_weights[3]``, and for no reward of step 4. ``rollout[6]``
+samples with the weights of step 4, so it waits for ``sync_weights[4]``, which waits for the last update of step 4,
+which waits for its last rewards. Under ``both``:
 
 >>> from dataflow.testing import grpo_pipeline
 >>> graph = expand(grpo_pipeline(), preset("both", mini_batches=4), steps=8, mini_batches=4, groups=16)
@@ -226,7 +227,7 @@ def expand(
         order=schedule.changes[0][1].order,
         max_staleness=schedule.most,
         staleness=lambda step: schedule.at(step).max_staleness,
-        sampled_ahead=lambda step: len(unroller.ahead(step)),
+        sampled_ahead=lambda step: len(unroller.sampled_ahead(step)),
         switched=switched,
     )
 
@@ -325,7 +326,7 @@ class Unroller:
             for part in range(len(self._ids(s, step)))
         ]
 
-    def ahead(self, step: int) -> list[int]:
+    def sampled_ahead(self, step: int) -> list[int]:
         """Returns the later steps that are sampled before a step is synced, since they read an older version."""
         later = range(step + 1, step + self._schedule.most + 1)
         return [at for at in later if at - step <= self._at(at).staleness]
@@ -370,7 +371,7 @@ class Unroller:
         # What was declared to come first: after= of this stage, and ahead_of= of others.
         for name in s.after:
             deps += self._beside(self.pipeline.by_name[name], s, step, part)
-        ahead = self.ahead(step) if s.name in self._early else ()
+        ahead = self.sampled_ahead(step) if s.name in self._early else ()
         for early in self._early.get(s.name, ()):
             deps += [i for later in ahead for i in self._ids(early, later)]
         # The tasks of its own stage before it, and the readers of the state that it overwrites.

@@ -220,8 +220,8 @@ class Scheduler:
     def switch(self, policy: Any) -> tuple[int | None, list[Instruction]]:
         """Changes the policy of the steps of which no task has started, and ends nothing for it.
 
-        A later step is the first under the new policy if a task has started that would have to wait for one of this
-        step: a sync that overwrites the weights which it would sample with.
+        The change moves to a later step if a task has started that, under the new policy, would have had to wait for a
+        task of this step: a sync that overwrites the weights that this step would sample with.
 
         Args:
             policy: the new policy, a :class:`dataflow.policy.SchedulingPolicy`.

@@ -197,13 +197,13 @@ class VllmRollout(Rollout):
         await asyncio.shield(self._prepared)
 
     async def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        from dataflow.engines.vllm.transfer import send
+        from dataflow.engines.vllm.transfer import send_weights
 
         async def work() -> None:
             await self._engine.pause_generation(mode="abort", clear_cache=True)  # nothing is in flight
             if self._asleep:
                 await self._engine.wake_up(tags=["weights"])
-            await send(self._engine, weights)
+            await send_weights(self._engine, weights)
             if not self._asleep:
                 await self._engine.resume_generation()
 

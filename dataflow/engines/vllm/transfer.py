@@ -29,7 +29,7 @@ _BUFFER_BYTES = 256 << 20
 _MEMORY = Path("/dev/shm")
 
 
-async def send(engine: Any, weights: Mapping[str, torch.Tensor]) -> None:
+async def send_weights(engine: Any, weights: Mapping[str, torch.Tensor]) -> None:
     """Replaces the weights of an ``AsyncLLM``, in which nothing may be in flight, in place.
 
     Args:

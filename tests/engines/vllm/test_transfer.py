@@ -65,15 +65,15 @@ def same(found: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def send(engine: Engine) -> None:
-    from dataflow.engines.vllm.transfer import send
+def send_weights(engine: Engine) -> None:
+    from dataflow.engines.vllm.transfer import send_weights
 
-    asyncio.run(asyncio.wait_for(send(engine, dict(WEIGHTS)), 30))
+    asyncio.run(asyncio.wait_for(send_weights(engine, dict(WEIGHTS)), 30))
 
 
 def test_a_file_is_there_while_it_is_read() -> None:
     engine = FileEngine()
-    send(engine)
+    send_weights(engine)
     assert engine.asked == ["reload_weights", "refresh_head"]
     assert same(engine.got)
     assert not engine.path.exists()
@@ -83,7 +83,7 @@ def test_what_a_worker_raises_ends_the_sync() -> None:
     engine = FileEngine()
     engine.broken = True
     with pytest.raises(ValueError, match="no such weight"):
-        send(engine)
+        send_weights(engine)
     assert engine.asked == ["reload_weights"]
     assert not engine.path.exists()
 
@@ -94,7 +94,7 @@ def test_no_room_for_the_file() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
         with pytest.raises(RunError, match=r"cannot be written to .*dataflow-weights-.*; give /dev/shm more room"):
-            send(engine)
+            send_weights(engine)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert engine.asked == [], "nothing has changed"
@@ -188,7 +188,7 @@ def test_each_worker_unpacks_all_from_its_own_gpu(
 ) -> None:
     monkeypatch.setattr("dataflow.engines.vllm.transfer._BUFFER_BYTES", buffer)
     engine = IpcEngine(gpus, workers)
-    send(engine)
+    send_weights(engine)
     assert engine.asked == ["init", "start", *["update"] * updates, "finish"]
     assert all(map(same, engine.got))
     room = sum(value.numel() * value.element_size() for _name, value in WEIGHTS)
@@ -207,7 +207,7 @@ def test_a_chunk_that_a_worker_refuses_is_the_last(gpus: Gpus, monkeypatch: pyte
 
     engine = Broken(gpus, 2)
     with pytest.raises(ValueError, match="out of memory"):
-        send(engine)
+        send_weights(engine)
     assert engine.asked == ["init", "start", "update", "update"]
 
 
