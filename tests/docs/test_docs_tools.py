@@ -1,4 +1,4 @@
-"""docs/tools.md is correct. ``python tests/docs/test_docs_tools.py`` updates the file and the table in it."""
+"""docs/tools.md is correct. ``python tests/docs/test_docs_tools.py`` updates the file in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import parse_overrides
@@ -27,19 +26,9 @@ DOC = ROOT / "docs" / "tools.md"
 TEXT = DOC.read_text(encoding="utf-8") if DOC.exists() else ""
 SHOWN = re.compile(r"(\(\.\./examples/tools/(\S+\.py)\)[^`]*?\n```python\n)(.*?)(\n```)", re.DOTALL)
 BLOCK = re.compile(r"^```python\n((?:(?!```).)*?)\n```\n\n```text\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
-TABLE = re.compile(r"(<!-- options: .*? -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
 COMMANDS = [
     shlex.split(line) for line in re.findall(r"^    (dataflow run .*)$", TEXT.replace("\\\n", ""), re.MULTILINE)
 ]
-
-
-def table() -> str:
-    """Returns the table of options, by the docstrings of their section."""
-    rows = ["| key | default | what |", "|---|---|---|"]
-    for name, info in ToolsConfig.model_fields.items():
-        default = yaml.safe_dump(info.get_default(), default_flow_style=True).removesuffix("...\n").strip()
-        rows.append(f"| `tools.{name}` | `{default}` | {' '.join((info.description or '').split())} |")
-    return "\n".join(rows)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -78,12 +67,6 @@ def test_commands_build_a_pipeline(words: list[str], monkeypatch: pytest.MonkeyP
     assert how == "auto" or how.parse("nothing") == []
 
 
-def test_the_table_of_options() -> None:
-    match = TABLE.search(TEXT)
-    assert match is not None
-    assert match[2].strip() == table(), f"run python {Path(__file__).name}"
-
-
 def test_names_it_uses_are_there() -> None:
     keys = set(re.findall(r"`tools\.(\w+)", TEXT))
     assert keys <= set(ToolsConfig.model_fields)
@@ -114,7 +97,7 @@ def write() -> None:
     """Writes what the document takes from elsewhere into it."""
     folder: Any = ROOT / "examples" / "tools"
     text = SHOWN.sub(lambda m: m[1] + (folder / m[2]).read_text(encoding="utf-8").strip() + m[4], TEXT)
-    DOC.write_text(TABLE.sub(lambda m: m[1] + table() + "\n" + m[3], text), encoding="utf-8")
+    DOC.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
