@@ -36,8 +36,6 @@ def test_what_it_names_exists(file: str, function: str) -> None:
 
 def test_it_names_the_whole_way() -> None:
     assert len(NAMED) > 40
-    way = TEXT.split("## Questions")[0]
-    assert len(set(re.findall(r"`([\w/]+\.py)", way))) < 43
 
 
 def test_each_question_names_at_most_4_files() -> None:

@@ -28,8 +28,9 @@ PYTHON = {
     "README.md": ("test_readme.py", 1),
     "docs/concepts.md": ("test_site.py", 3),
     "docs/dry_runs.md": ("test_docs_dry_runs.py", 1),
+    "docs/extending.md": ("test_docs_extending.py", 3),
     "docs/pipelines.md": ("test_docs_pipelines.py", 6),
-    "docs/rewards.md": ("test_docs_rewards.py", 10),
+    "docs/rewards.md": ("test_docs_rewards.py", 5),
     "docs/tools.md": ("test_docs_tools.py", 3),
 }
 """Pages whose own test runs their Python, and how many blocks it knows."""
@@ -44,6 +45,9 @@ OTHERS = {
     ("docs/checkpoints.md", "runs/NAME/checkpoints/"): "a directory: test_docs_checkpoints.py makes one",
     ("docs/concepts.md", "rollout  on gpu"): "output: test_site.py",
     ("docs/dry_runs.md", "ok           configuration"): "output on a machine without GPUs, shortened",
+    ("docs/extending.md", "--- a/"): "test_docs_extending.py applies it",
+    ("docs/extending.md", "[3.0, 2.0"): "output: test_docs_extending.py",
+    ("docs/extending.md", "monitor 0 s"): "output: test_docs_extending.py",
     ("docs/pipelines.md", "baseline: 13.5 s"): "output: test_docs_pipelines.py",
     ("docs/planning.md", "policy: split=4"): "two log lines of a run of an hour",
     ("docs/reward_models.md", "body = "): "a part of a function, for a server of a model; compiled below",
