@@ -28,7 +28,7 @@ PYTHON = {
     "README.md": ("test_readme.py", 1),
     "docs/concepts.md": ("test_site.py", 3),
     "docs/dry_runs.md": ("test_docs_dry_runs.py", 1),
-    "docs/extending.md": ("test_docs_extending.py", 3),
+    "docs/extending.md": ("test_docs_extending.py", 2),
     "docs/pipelines.md": ("test_docs_pipelines.py", 6),
     "docs/rewards.md": ("test_docs_rewards.py", 5),
     "docs/tools.md": ("test_docs_tools.py", 3),
@@ -159,7 +159,7 @@ def test_every_block_is_run_or_named() -> None:
     for page, (test, _) in PYTHON.items():
         source = (ROOT / "tests" / "docs" / test).read_text(encoding="utf-8")
         assert Path(page).name in source
-        assert "exec(" in source
+        assert "exec(" in source or "subprocess.run(" in source
 
 
 def test_a_command_is_nothing_but_a_command() -> None:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def test_each_diff_has_a_script() -> None:
-    assert len(CHANGES) == TEXT.count("```diff") == 3
+    assert len(CHANGES) == TEXT.count("```diff") == 2
 
 
 @pytest.mark.parametrize(("diff", "name", "script", "output"), CHANGES, ids=[each[1] for each in CHANGES])
