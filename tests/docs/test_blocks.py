@@ -30,7 +30,7 @@ PYTHON = {
     "docs/dry_runs.md": ("test_docs_dry_runs.py", 1),
     "docs/extending.md": ("test_docs_extending.py", 2),
     "docs/pipelines.md": ("test_docs_pipelines.py", 6),
-    "docs/rewards.md": ("test_docs_rewards.py", 5),
+    "docs/rewards.md": ("test_docs_rewards.py", 6),
     "docs/tools.md": ("test_docs_tools.py", 3),
 }
 """Pages whose own test runs their Python, and how many blocks it knows."""
