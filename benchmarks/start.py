@@ -31,8 +31,9 @@ from _processes import Follower, name_of
 from _run import PIPELINE, ROOT, begin, table
 
 BOUNDS = {"hf": 2.0, "vllm": 4.5}
-"""Largest median ratio of the first task's time to that of TRL's first step, by engine; TRL draws with transformers, and
-vLLM is imported by two processes."""
+"""Largest median ratio of the first task's time to that of TRL's first step, by engine.
+
+TRL draws with transformers; two processes import vLLM."""
 LIGHT_S = 0.3
 """CPU seconds of `import dataflow`."""
 TRL = """
