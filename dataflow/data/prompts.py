@@ -261,11 +261,12 @@ class PromptSource:
         shows = [prompt for prompt in long if prompt.row.get(IMAGES)]
         if long and (shows or data.truncation == "error"):
             first = (shows or long)[0]
-            cut = "an image cannot be cut, so set " if shows else "set data.truncation=left|right|middle or "
+            fix = "data.filter_overlong_prompts=true"
+            fix = f"{fix}, as an image cannot be cut" if shows else f"data.truncation=left|right|middle or {fix}"
             raise DataError(
                 f"{first.label}: the prompt has {len(first.ids)} tokens, more than data.max_prompt_length={limit} (as "
-                f"have {len(long)} of {len(prompts)}, the longest {max(len(prompt.ids) for prompt in long)}); raise it "
-                f"({cut}data.filter_overlong_prompts=true)."
+                f"have {len(long)} of {len(prompts)}, the longest {max(len(prompt.ids) for prompt in long)}); raise "
+                f"it, or set {fix}."
             )
         for prompt in long:
             prompt.ids, prompt.cut = truncate(prompt.ids, limit, data.truncation), True

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from dataflow.config.tools import ToolsConfig
 from dataflow.errors import ConfigError, DataError
 from dataflow.tools import Tool, Toolbox, ToolCall, tool
 from dataflow.tools.calculator import calculator
@@ -125,13 +124,6 @@ def test_files_that_cannot_be_used(tmp_path: Path, code: str, message: str) -> N
     assert "\n" not in str(raised.value)
 
 
-def test_no_file_and_no_tool() -> None:
-    with pytest.raises(ConfigError, match=r"^tools.path=nowhere.py: there is no such file"):
-        Toolbox(path="nowhere.py").check()
-    with pytest.raises(ConfigError, match=r"^tools.names: no tool is named; give one, or tools.path"):
-        Toolbox().check()
-
-
 def test_a_box_travels_as_its_settings(file: str) -> None:
     box = Toolbox(path=file, names=("lookup",), timeout=3).check()
     sent = pickle.dumps(box)
@@ -160,16 +152,6 @@ def test_names_that_pydantic_keeps_for_itself() -> None:
     assert one.arguments({"copy": 1, "title": "t"}) == {"copy": 1, "title": "t"}
     with pytest.raises(ValueError, match="wrong arguments for odd: copy: Input should be a valid integer"):
         one.arguments({"copy": "x"})
-
-
-def test_types_of_arguments() -> None:
-    def shaped(where: list[tuple[int, int]], how: Literal["fast", "slow"] = "fast", **more: Any) -> None: ...
-
-    one = Tool.of(shaped)
-    assert one.arguments({"where": [[1, 2]]}) == {"where": [(1, 2)]}
-    with pytest.raises(ValueError, match="how: Input should be 'fast' or 'slow'"):
-        one.arguments({"where": [], "how": "so"})
-    one.check_own({"anything": 1}, "here")
 
 
 # --- calls ---------------------------------------------------------------------------------------------------------
@@ -276,21 +258,6 @@ def test_a_long_answer_is_cut_and_says_so(side: str, told: str) -> None:
     assert found[3] == ("1000", False)
 
 
-def test_system_exit_in_a_tool_is_an_error_like_others() -> None:
-    def leaves() -> None:
-        raise SystemExit(3)
-
-    async def leaves_later() -> None:
-        raise SystemExit(4)
-
-    box = Toolbox(names=("calculator",))
-    box.tools.update({"a": Tool.of(leaves), "b": Tool.of(leaves_later)})
-    assert answers(box, ToolCall("a"), ToolCall("b")) == [
-        ("error: UserExit: SystemExit: 3", True),
-        ("error: UserExit: SystemExit: 4", True),
-    ]
-
-
 @pytest.mark.parametrize(
     ("timeout", "frozen_after", "after_s"), [(10, None, 60), (90, None, 90), (None, None, 60), (10, 5, 5), (10, 0, 0)]
 )
@@ -312,13 +279,9 @@ def test_a_call_may_freeze_its_process_for_its_time_out_and_at_least_a_minute(
         ("6*7", "42"),
         (" (1 + 2) * -3 ", "-9"),
         ("7 / 2", "3.5"),
-        ("6 / 2", "3"),
         ("7 // 2 + 7 % 4", "6"),
         ("2 ** 10", "1024"),
-        ("2 ** -1", "0.5"),
         ("10 / 3", "3.333333333"),
-        ("1e3 + .5", "1000.5"),
-        ("+1_000", "1000"),
         ("2 ** 0.5", "1.414213562"),
     ],
 )
@@ -330,32 +293,14 @@ def test_calculator(expression: str, result: str) -> None:
     ("expression", "message"),
     [
         ("__import__('os')", "only numbers"),
-        ("x + 1", "only numbers"),
-        ("1 < 2", "only numbers"),
-        ("True + 1", "only numbers"),
-        ("2j", "only numbers"),
-        ("'a' * 9", "only numbers"),
         ("[1][0]", "only numbers"),
-        ("1 if 1 else 2", "only numbers"),
-        ("1,000", "only numbers"),
         ("1 +", "not arithmetic"),
-        ("", "not arithmetic"),
-        ("1\0", "not arithmetic"),
-        ("1; 2", "not arithmetic"),
         ("(" * 100 + "1" + ")" * 100, "longer than 200"),
-        ("(" * 99 + "1", "not arithmetic"),
         ("1 / 0", "division by zero"),
-        ("5 % 0", "division by zero"),
-        ("0 ** -1", "division by zero"),
         ("9 ** 9 ** 9", "too large"),
-        ("2 ** 99999999", "too large"),
         ("(2 ** 4000) * (2 ** 4000)", "too large"),
-        ("10.0 ** 400", "too large"),
         ("1e999", "too large"),
-        ("1e999 - 1e999", "too large"),
         ("(-8) ** 0.5", "root of a negative"),
-        ("(-8) ** 1e999", "too large|root of a negative"),
-        ("2 ** 4000 / 3", "too large"),
     ],
 )
 def test_calculator_refuses(expression: str, message: str) -> None:
@@ -387,16 +332,6 @@ def test_a_format_of_the_users_own(file: str) -> None:
 
 
 # --- configuration -------------------------------------------------------------------------------------------------
-
-
-def test_configuration() -> None:
-    assert not ToolsConfig().offered
-    assert ToolsConfig(names="calculator").names == ["calculator"]  # type: ignore[arg-type]
-    assert ToolsConfig(path="x.py").offered
-    for wrong in ({"max_turns": 0}, {"timeout": 0}, {"max_response_tokens": 0}, {"name": "x"}, {"names": [""]}):
-        with pytest.raises(ValidationError):
-            ToolsConfig(**wrong)  # type: ignore[arg-type]
-    assert all(field.description for field in ToolsConfig.model_fields.values())
 
 
 def test_keywords_of_a_sample_are_mappings_by_tool() -> None:

@@ -60,6 +60,13 @@ def test_a_whole_conversation_to_the_token(tiny_qwen: Path, tokenizer: Any) -> N
     length = int(batch["attention_mask"].sum())
     assert batch["input_ids"][0, :length].tolist()[: len(engine.asked[0, 0, 1])] == engine.asked[0, 0, 1]
     assert batch["responses"].shape[1] == 400
+    assert batch["attention_mask"][0, :length].all()
+    assert batch["position_ids"][0, :length].tolist() == list(range(length))
+    mask = batch["response_mask"][0].bool()
+    sizes = [len(tokenizer.encode(text + END)) for text in (CALLED, ANSWERED)]
+    wanted_log_probs = [log_prob(turn, at) for turn, size in enumerate(sizes) for at in range(size)]
+    assert batch["rollout_log_probs"][0][mask].tolist() == pytest.approx(wanted_log_probs)
+    assert not batch["rollout_log_probs"][0][~mask].any()
     assert [batch[name][0] for name in ("turns", "tool_calls", "tool_errors", "ended")] == [2, 1, 0, "answer"]
     extra = dict(batch["extra_info"][0])
     said = [("assistant", CALLED), ("tool", "42"), ("assistant", ANSWERED)]
@@ -67,29 +74,6 @@ def test_a_whole_conversation_to_the_token(tiny_qwen: Path, tokenizer: Any) -> N
     assert extra == {"index": 0, "num_turns": 2, "tool_calls": 1, "tool_errors": 0}
     wanted = {"staleness/rollout": 0, "tools/turns": 2, "tools/calls": 1, "tools/errors": 0}
     assert task.metrics | wanted == task.metrics
-
-
-def test_log_probs_stand_at_their_tokens(tiny_qwen: Path, tokenizer: Any) -> None:
-    batch = converse(ScriptedRollout(tokenizer, by_turn(CALLED, ANSWERED)), toolbox(tiny_qwen), prompts_of(tokenizer))
-    sizes = [len(tokenizer.encode(text + END)) for text in (CALLED, ANSWERED)]
-    wanted = [log_prob(turn, at) for turn, size in enumerate(sizes) for at in range(size)]
-    mask = batch["response_mask"][0].bool()
-    assert batch["rollout_log_probs"][0][mask].tolist() == pytest.approx(wanted)
-    assert not batch["rollout_log_probs"][0][~mask].any()
-
-
-def test_attention_and_positions_go_on_over_what_tools_say(tiny_qwen: Path, tokenizer: Any) -> None:
-    batch = converse(ScriptedRollout(tokenizer, by_turn(CALLED, ANSWERED)), toolbox(tiny_qwen), prompts_of(tokenizer))
-    prompt = batch["prompts"].shape[1]
-    there = batch["attention_mask"][0]
-    length = int(there.sum())
-    assert there[:length].all()
-    assert batch["position_ids"][0, :length].tolist() == list(range(length))
-    mask = batch["response_mask"][0, : length - prompt]
-    changes = (mask[1:] != mask[:-1]).nonzero().squeeze(1) + 1
-    assert len(changes) == 2, "a hole in the middle"
-    frame = tokenizer.encode(FRAME.format("42"))
-    assert batch["responses"][0, changes[0] : changes[1]].tolist() == frame
 
 
 def test_a_template_of_qwens_kind(tiny_qwen: Path) -> None:
@@ -237,22 +221,6 @@ def test_a_tool_that_never_returns_is_cut_off(tiny_qwen: Path, tokenizer: Any) -
     assert batch["tool_errors"][0] == 1
 
 
-def test_a_thread_that_never_returns_is_left_behind(tiny_qwen: Path, tokenizer: Any) -> None:
-    import threading
-
-    let_go = threading.Event()
-
-    def sleeps() -> None:
-        """Waits for ever."""
-        let_go.wait(30)
-
-    try:
-        text, _ = answer_to(toolbox(tiny_qwen, sleeps, timeout=0.02), tokenizer, call("sleeps"))
-    finally:
-        let_go.set()
-    assert text == "error: sleeps: no answer within 0.02 s"
-
-
 def test_each_sample_has_its_own_tools_kwargs(tiny_qwen: Path, tokenizer: Any) -> None:
     async def secret(*, word: str, loud: bool = False) -> str:
         """Tells the word."""
@@ -316,14 +284,3 @@ def test_a_class_has_an_instance_for_each_conversation(tiny_qwen: Path, tokenize
     told = [parts(batch, tokenizer, row)[2] for row in range(4)]
     assert told[3] == FRAME.format('["b", "110"]') + FRAME.format('["b", "110", "111"]')
     assert sorted(closed) == [[name, f"{g}{i}0", f"{g}{i}1"] for g, name in enumerate("ab") for i in range(2)]
-
-
-def test_samples_of_one_row_do_not_share_what_a_tool_changes(tiny_qwen: Path, tokenizer: Any) -> None:
-    def take(*, stock: list[int]) -> int:
-        """Takes the last one."""
-        return stock.pop()
-
-    prompts = prompts_of(tokenizer, 1, [{"take": {"stock": [7]}}])
-    batch = converse(ScriptedRollout(tokenizer, by_turn(call("take"), "done")), toolbox(tiny_qwen, take), prompts, n=3)
-    assert not any(batch["tool_errors"])
-    assert batch["extra_info"][2]["tools_kwargs"] == {"take": {"stock": [7]}}

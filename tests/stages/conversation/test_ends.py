@@ -73,13 +73,6 @@ def test_no_token_beyond_the_budget(tiny_qwen: Path, tokenizer: Any) -> None:
         )
 
 
-def test_a_turn_cut_by_its_own_limit_ends_the_conversation(tiny_qwen: Path, tokenizer: Any) -> None:
-    engine = ScriptedRollout(tokenizer, by_turn(CALLED))
-    batch = converse(engine, toolbox(tiny_qwen), prompts_of(tokenizer), most=len(tokenizer.encode(CALLED)))
-    assert (batch["turns"][0], batch["tool_calls"][0], batch["ended"][0]) == (1, 0, "length")
-    assert (batch["finish_reason"][0], length_metrics(batch)[CLIP_RATIO]) == ("length", 1)
-
-
 def test_the_oldest_weights_count(tiny_qwen: Path, tokenizer: Any) -> None:
     engine = ScriptedRollout(tokenizer, by_turn(CALLED, ANSWERED), versions=(2, 3))
     assert converse(engine, toolbox(tiny_qwen), prompts_of(tokenizer)).meta["weights_version"] == 2
@@ -165,18 +158,6 @@ def test_a_closed_generator_cancels_turns_and_tools(tiny_qwen: Path, tokenizer: 
         assert len(asyncio.all_tasks()) == 1, "nothing is left"
 
     run(body())
-
-
-def test_an_engine_that_fails_ends_all(tiny_qwen: Path, tokenizer: Any) -> None:
-    async def hold(group: int, _index: int, _turn: int) -> None:
-        if group == 1:
-            raise RunError("the engine is gone")
-        await asyncio.get_running_loop().create_future()
-
-    engine = ScriptedRollout(tokenizer, by_turn("x"), hold=hold)
-    with pytest.raises(RunError, match="the engine is gone"):
-        converse(engine, toolbox(tiny_qwen), prompts_of(tokenizer, 3))
-    assert engine.running == 0
 
 
 def test_seeds_depend_on_sample_and_turn_alone(tiny_qwen: Path, tokenizer: Any) -> None:

@@ -107,15 +107,6 @@ def test_advantages_are_those_of_the_score_and_0_on_what_tools_said(tiny_qwen: P
     assert not found[~mask].any()
 
 
-def test_a_score_stands_on_the_last_token_of_the_model(tiny_qwen: Path) -> None:
-    """reinforce_plus_plus hands a score back from where it stands: on a tool's token it would be lost."""
-    batch = talked(tiny_qwen)
-    found = estimated(batch, "reinforce_plus_plus")["returns"]
-    mask = batch["response_mask"].bool()
-    assert found[0][mask[0]].tolist() == [1.0] * int(mask[0].sum())
-    assert not found[1].any()
-
-
 @pytest.fixture(scope="module")
 def trainer(tiny_qwen: Path) -> Any:
     from tests.engines.verl.models import build
