@@ -26,11 +26,10 @@ from pydantic import (
     model_validator,
 )
 
-from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
 from dataflow.config.keys import yaml_values
 from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import refusal
-from dataflow.config.section import Section, Text
+from dataflow.config.section import Fraction, Section, Text, Texts
 from dataflow.errors import ConfigError, PolicyError
 from dataflow.system.secrets import redact_values
 
@@ -60,7 +59,7 @@ class PolicyConfig(Section):
     """Submit each group for scoring as soon as it is finished; null takes the preset's, with auto what is faster."""
     replan: PositiveInt = 5
     """Steps from one plan of auto to the next."""
-    gain: Annotated[float, Field(gt=0, le=1)] = 0.03
+    gain: Fraction = 0.03
     """auto changes the policy if the present one is predicted to take more than this share longer."""
 
     @property
@@ -128,6 +127,36 @@ class NodesConfig(Section):
     def _names_with_dots(cls, value: Any) -> Any:
         """An override is split at the dots of topology.kubernetes.io/zone; YAML reads 7 as a number."""
         return {name: str(label) for name, label in flat(value)} if isinstance(value, Mapping) else value
+
+
+class CheckpointConfig(Section):
+    """Checkpoints, from which a run can be resumed."""
+
+    every: NonNegativeInt = 10
+    """Steps from one checkpoint to the next; the last step has one, too. 0 saves none."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_best: NonNegativeInt = 1
+    """Checkpoints to keep whose step has the best validation."""
+    keep_every: NonNegativeInt = 0
+    """Also keep the checkpoints of steps that are multiples of this; 0 for none."""
+    grace_s: NonNegativeFloat = 30.0
+    """Seconds that a checkpoint may take before Ctrl-C or SIGTERM ends the run; 0 saves none."""
+    export: bool = True
+    """Write the trained model to runs/NAME/model at the end."""
+
+
+class ResumeConfig(Section):
+    """Resumes from the last checkpoint of the run of the same name."""
+
+    shorthand = "mode"
+
+    mode: Literal["never", "auto"] = "never"
+    """auto resumes runs/NAME if it exists, from its last whole checkpoint, or without one from the beginning with its
+    ledger; never refuses to."""
+    allow: Texts = Field(default=[])
+    """Keys that may differ from those of the run although they change what it trains on, such as policy; data for other
+    rows in the same files, or another tokenizer in the same directory."""
 
 
 class RayConfig(Section):

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from dataflow.config.section import Section, Text
+from dataflow.config.section import Section, Share, Text
 from dataflow.config.served import PromptConfig, ServedModelConfig
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.failure import parse_rule
@@ -74,7 +74,7 @@ class RewardConfig(Section):
     """Send a second request when the first takes longer than this: a percentile (p95) or seconds; null never does."""
     on_failure: Text = "fail"
     """What happens to a failed sample: fail, score:X, drop_sample, drop_group or replace_group."""
-    max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    max_failed_share: Share = 0.1
     """The run stops when more than this share of its latest reward requests has failed."""
     extra_groups: NonNegativeInt = 0
     """Prompt groups that a step samples beyond data.prompts, to replace failed ones (replace_group)."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -25,7 +26,6 @@ from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, PolicyConfig, dump_yaml, values_of
 from dataflow.config.engine import EngineConfig
-from dataflow.config.kept import ProfileConfig, SamplesConfig
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
@@ -138,6 +138,22 @@ class ValConfig(Section):
     """Nucleus mass kept; 1 keeps all."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Most likely tokens kept; -1 or 0 keeps all."""
+
+
+class SamplesConfig(Section):
+    """Prompts, responses and scores, saved in the run's directory (dataflow samples)."""
+
+    every: NonNegativeInt = 1
+    """Steps from one that is kept to the next; 0 keeps none, those of evaluations included."""
+    most: PositiveInt | None = 2048
+    """Samples kept of a step, at most: whole groups, the lowest ids first; null keeps all."""
+
+
+class ProfileConfig(Section):
+    """Profiles by torch.profiler."""
+
+    steps: Annotated[list[PositiveInt], BeforeValidator(lambda v: [v] if type(v) is int else v)] = Field(default=[])
+    """Steps, as [3,4], whose tasks of trainer, critic and transformers engine are profiled, into runs/NAME/profile."""
 
 
 class RunConfig(BaseConfig):

@@ -41,6 +41,8 @@ _WARNED = {
 """Last parts of metrics whose first value but 0 is a warning, and what they count."""
 SHOWN_S = 0.5
 """Seconds between two frames of the picture on a terminal."""
+_MOST_FAILED = 3
+"""Checkpoints that may fail one after another before the run ends."""
 _LAST_S = 2.0
 """Seconds in which an agent of a run that ends early shall say what it has paid for."""
 
@@ -163,7 +165,7 @@ class Attempt:
             main: the task to cancel when there is nothing to save, or ``checkpoint.grace_s`` is over.
         """
         options, runner, training = self._config.checkpoint, self._runner, self._training
-        saves = options.on_interrupt and self._graph.pipeline.with_role("saves")
+        saves = options.grace_s and self._graph.pipeline.with_role("saves")
         if not saves or runner is None or training is None or training.done():
             main.cancel()
             return
@@ -346,10 +348,9 @@ class Attempt:
             RunError: too many failed.
         """
         self._failed = self._failed + 1 if failed else 0
-        most = self._config.checkpoint.max_failed
-        if self._failed >= most:
+        if self._failed >= _MOST_FAILED:
             raise RunError(
-                f"the last {counted(self._failed, 'checkpoint')} could not be written (checkpoint.max_failed={most}); "
+                f"the last {counted(self._failed, 'checkpoint')} could not be written; "
                 f"make room in {self._record.directory}, then 'dataflow resume {self._record.directory}' continues it."
             )
 

@@ -36,11 +36,9 @@ def test_a_short_run_may_have_the_warm_up_of_its_pipeline() -> None:
     ("keys", "sentence"),
     [
         (["trainer.lora.rank=0"], "trainer.lora.rank=0: give a number greater than 0."),
-        (["trainer.lora.rank=-8"], "trainer.lora.rank=-8: give a number greater than 0."),
         (
             ["trainer.lora.target_modules=[q_proj]"],
-            "trainer.lora.target_modules=['q_proj'] has no effect without trainer.lora.rank; give that as well, "
-            "such as 32.",
+            "trainer.lora.target_modules has no effect without trainer.lora.rank; give that, such as 32.",
         ),
         (
             ["trainer.optimizer=AdamX"],
@@ -61,10 +59,6 @@ def test_a_short_run_may_have_the_warm_up_of_its_pipeline() -> None:
             ["trainer.warmup_ratio=0.1", "trainer.warmup_steps=3"],
             "trainer.warmup_ratio=0.1 and trainer.warmup_steps=3 are two numbers for one; give "
             "trainer.warmup_steps=null beside the ratio, or leave that out.",
-        ),
-        (
-            ["trainer.min_lr_ratio=0.1"],
-            "trainer.min_lr_ratio=0.1 has no effect with trainer.lr_scheduler=constant; give cosine as well.",
         ),
         (
             ["trainer.world_size=4", "trainer.fsdp_size=3"],

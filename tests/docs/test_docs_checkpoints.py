@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dataflow.cli import make_parser
-from dataflow.config.checkpoint import CheckpointConfig
+from dataflow.config.base import CheckpointConfig
 from dataflow.config.keys.overrides import fields, parse_overrides
 from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.planning.config import PlanConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from dataflow.batch import Batch
-from dataflow.config.kept import SamplesConfig
 from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.run import SamplesConfig
 from dataflow.samples.command import SamplesQuery, select
 from dataflow.stages.samples import columns
 

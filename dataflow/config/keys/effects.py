@@ -59,6 +59,10 @@ EFFECTS: list[tuple[str, tuple[tuple[str, ...], Callable[[Of], bool]]]] = [
         )
         for section in ("trainer", "critic")
     ),
+    *(
+        (f"{section}.min_lr_ratio {section}.lr_cycles", _is(f"{section}.lr_scheduler", "cosine"))
+        for section in ("trainer", "critic")
+    ),
     (
         "engine.max_tokens",
         (

@@ -62,7 +62,7 @@ def load(text: str) -> Any:
 
 def dump(values: Any) -> str:
     """Returns values as YAML of a file: lines of ``key: value``, in the order of the values."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def inline(value: Any) -> str:

@@ -107,17 +107,11 @@ class TrainedConfig(Section):
                 f"{name}.warmup_ratio={self.warmup_ratio:g} and {name}.warmup_steps={self.warmup_steps} are two "
                 f"numbers for one; give {name}.warmup_steps=null beside the ratio, or leave that out."
             )
-        if self.lr_scheduler == "constant":
-            for key in ("min_lr_ratio", "lr_cycles"):
-                if (value := getattr(self, key)) != type(self).model_fields[key].default:
-                    raise ConfigError(
-                        f"{name}.{key}={value:g} has no effect with {name}.lr_scheduler=constant; give cosine as well."
-                    )
-        for key, field in type(self.lora).model_fields.items():
-            if self.lora.rank is None and (value := getattr(self.lora, key)) != field.default:
-                raise ConfigError(
-                    f"{name}.lora.{key}={value} has no effect without {name}.lora.rank; give that as well, such as 32."
-                )
+        changed = [key for key, value in LoraConfig() if getattr(self.lora, key) != value]
+        if self.lora.rank is None and changed:
+            raise ConfigError(
+                f"{name}.lora.{changed[0]} has no effect without {name}.lora.rank; give that, such as 32."
+            )
         return self
 
     def check_device(self, device: str) -> None:

@@ -44,6 +44,7 @@ def test_the_table_names_keys_that_there_are() -> None:
         ("algorithm.loss_agg_mode=token-sum", "algorithm.policy_loss=sapo", ["algorithm.policy_loss=dppo_kl"]),
         ("engine.max_tokens=512", "tools.max_response_tokens=256", ["tools.max_response_tokens=512"]),
         ("judge.model=x", "judge.url=null", ["judge.url=http://h:1"]),
+        ("trainer.min_lr_ratio=0.1", "trainer.lr_scheduler=constant", ["trainer.lr_scheduler=cosine"]),
         ("trainer.betas=[0.8,0.9]", "trainer.optimizer=SGD", ["trainer.optimizer=Adam"]),
     ],
 )

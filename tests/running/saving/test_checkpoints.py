@@ -73,7 +73,7 @@ def test_the_configuration_determines_which_checkpoints_are_kept(tmp_path: Path)
     assert vars(store) == {
         "directory": tmp_path / "x" / "checkpoints", "keep_last": 5, "keep_best": 0, "keep_every": 7,
     }  # fmt: skip
-    for key, value in (("keep_last", 0), ("max_failed", 0), ("every", -1), ("grace_s", -1)):
+    for key, value in (("keep_last", 0), ("every", -1), ("grace_s", -1)):
         with pytest.raises(ConfigError, match=f"checkpoint.{key}={value}: give a number"):
             parse_overrides(RunConfig, [f"checkpoint.{key}={value}"])
 
