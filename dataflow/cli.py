@@ -168,14 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     timeline = add("timeline", _timeline, "Shows one run's overlap.")
     timeline.add_argument("run", metavar="RUN", help="a run's directory, or its trace.json")
-    timeline.add_argument(
-        "-o", dest="out", metavar="FILE.html|.png|.svg|.txt|.json", help="draw it; .json is for Perfetto"
-    )
-    timeline.add_argument("--follow", action="store_true", help="serve the page, and refresh it while the run goes")
-    timeline.add_argument("--port", type=int, default=0, metavar="N", help="of --follow; one that is free by default")
-    timeline.add_argument(
-        "--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, merged like its own"
-    )
+    timeline.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg|.txt", help="draw it")
     timeline.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
     samples = add("samples", _samples, "Shows a run's prompts and responses, with scores and the judge's explanations.")
@@ -271,7 +264,6 @@ def _export(options: argparse.Namespace) -> int:
 def _train(session: Session, options: argparse.Namespace) -> int:
     from dataflow.running.reporting.pages import draw_run
     from dataflow.running.reporting.progress import end_table
-    from dataflow.timeline.profiles import DIRECTORY, MERGED
 
     summary = session.run()
     page = session.directory / "timeline.html"
@@ -289,8 +281,6 @@ def _train(session: Session, options: argparse.Namespace) -> int:
         print(end_table(summary))
         print(f"timeline: {page}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
-        if (merged := session.directory / DIRECTORY / MERGED).is_file():
-            print(f"profile:  {merged} (likewise, with the operators of the profiled steps)")
     return 0
 
 

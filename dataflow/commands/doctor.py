@@ -26,7 +26,7 @@ from dataflow.system.extras import PACKAGE
 
 _OPTIONAL = (
     ("pictures", ("matplotlib",), "draws -o FILE.png and .svg"),
-    ("http", ("aiohttp", "watchfiles"), "calls judges, and serves timeline --follow"),
+    ("http", ("aiohttp",), "calls judges"),
 )
 """Small extras: their packages, and what these are for."""
 _SHOWN = ("torch", "ray", "verl", "transformers")

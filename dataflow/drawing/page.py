@@ -52,18 +52,17 @@ function quietFocus(place) {
 """Script with the function ``quietFocus(element)``, for an element that holds charts."""
 
 
-def shell(title: str, body: str, scripts: str = "", attributes: str = "") -> str:
+def shell(title: str, body: str, scripts: str = "") -> str:
     """Returns a whole page.
 
     Args:
         title: of the browser's tab; escaped here.
         body: HTML.
         scripts: ``<script>`` elements, after the body.
-        attributes: of the ``<html>`` element, each with a space before it.
     """
     style = (files("dataflow.drawing") / "page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
-<html lang="en"{attributes}>
+<html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">

@@ -19,7 +19,7 @@ TRAIN = (
 )  # fmt: skip
 EXTRAS = {
     **dict.fromkeys(TRAIN, "cpu"), "aiohttp": "http", "matplotlib": "pictures", "multidict": "http",
-    "vllm": "cpu", "vllm_router": "cpu", "watchfiles": "http",
+    "vllm": "cpu", "vllm_router": "cpu",
 }  # fmt: skip
 """The smallest extra that installs each module which the base does without; those of ``cpu`` are in ``gpu``, too."""
 

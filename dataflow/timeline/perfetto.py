@@ -19,7 +19,7 @@ from typing import Any
 from dataflow.errors import DataError
 from dataflow.files import decoded, nearest_run, no_file, replaced
 from dataflow.timeline.spans import Level, Mark, Span, Trace
-from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
+from dataflow.timeline.writer import FORMAT, LEVEL, MARK, REQUEST, SPAN, TASK, TraceWriter
 
 _SHARE = 1000  # items per write
 
@@ -188,8 +188,6 @@ def _misfit(value: Any, shape: Any, where: str) -> str | None:
 
 def _take(trace: Trace, event: Any) -> None:
     kind = (event["ph"], event.get("cat"))
-    if event.get("pid", PID) != PID:
-        return  # an event of a merged profile
     if kind == ("X", TASK):
         own, args = _unpack(SPAN, event["args"])
         if own["end"] < own["begin"]:

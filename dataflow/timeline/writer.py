@@ -51,17 +51,15 @@ class TraceWriter:
     Args:
         path: of the file, which is overwritten; its directory must exist.
         meta: of the trace, as far as it is known.
-        zero_us: the trace's zero on the file's clock, in microseconds; more than 0 if a merged profile begins earlier.
 
     Raises:
         RunError: the file cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any], zero_us: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self.left_out = 0
         """Number of items that could not be written: a time is not finite, or the facts contain themselves."""
-        self._zero = zero_us
         self._place = {name: i for i, name in enumerate(meta.get("resources") or {}, start=1)}
         self._lanes: dict[str, list[_Lane]] = {}
         self._tracks = 0
@@ -109,18 +107,6 @@ class TraceWriter:
         self._put(self._said(meta, open=True))
         self._flush()
 
-    def raw(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Writes events of another trace unchanged; their times must be on the file's clock.
-
-        Raises:
-            RunError: see :meth:`add`.
-        """
-        for event in events:
-            self._put(event)
-            if len(self._lines) >= _SHARE:
-                self._flush()
-        self._flush()
-
     def close(self, trace: Trace) -> None:
         """Ends the file with the final meta and what depends on the whole trace. A second call does nothing.
 
@@ -134,7 +120,10 @@ class TraceWriter:
             return
         with self:
             self._put(self._said(trace.meta))  # first, as it marks the trace as complete
-            self.raw(self._derived(trace))
+            for event in self._derived(trace):
+                self._put(event)
+                if len(self._lines) >= _SHARE:
+                    self._flush()
             # The last event must not be followed by a comma.
             self._put(_about("process_sort_index", 0, sort_index=0))
             self._flush(end=b"\n]\n")
@@ -260,8 +249,8 @@ class TraceWriter:
 
     def _ticks(self, begin: float, end: float) -> tuple[int, int]:
         # By another machine's clock a task may begin before the run; viewers cannot show negative times.
-        ts = self._zero + round(begin * 1e6)
-        until = self._zero + round(end * 1e6)
+        ts = round(begin * 1e6)
+        until = round(end * 1e6)
         ts = ts if ts > 0 else 0
         return ts, until if until > ts else ts
 

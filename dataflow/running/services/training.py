@@ -11,7 +11,6 @@ from dataflow.config.training.trained import LoraConfig, TrainedConfig
 from dataflow.engines.profiling import TaskProfiler
 from dataflow.errors import ConfigError, ModelError, nearest
 from dataflow.models.directory import headers, room_of
-from dataflow.timeline.profiles import DIRECTORY
 
 ALL_LINEAR = "all-linear"
 _EMBEDDINGS = re.compile(r".*(?:embed|wte|wpe)[^.]*")
@@ -86,7 +85,7 @@ def profiler_of(config: Any) -> TaskProfiler | None:
     Args:
         config: a :class:`~dataflow.config.run.RunConfig`.
     """
-    directory = config.run_file(DIRECTORY)
+    directory = config.run_file("profile")
     if not config.profile.steps or directory is None:
         return None
     return TaskProfiler(frozenset(config.profile.steps), directory)

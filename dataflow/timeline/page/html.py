@@ -61,19 +61,16 @@ def page(
         temporary.write_text(made, encoding="utf-8")
 
 
-def text(
-    traces: Mapping[str, Trace], title: str | None = None, facts: Facts | None = None, version: int | None = None
-) -> str:
+def text(traces: Mapping[str, Trace], title: str | None = None, facts: Facts | None = None) -> str:
     """Returns the page as HTML.
 
     Args:
         traces: by name, each with at least one task.
         title, facts: see :func:`page`.
-        version: number of a page that a server refreshes; None for a page in a file.
     """
     from bokeh.embed import json_item
 
-    facts, live = facts or {}, version is not None
+    facts = facts or {}
     drawn = sheet(traces)
     colour = colours(*looks(traces.values()))
     item: Any = renumbered(json_item(chart(drawn, colour)))
@@ -83,7 +80,7 @@ def text(
     title = title or (f"{', '.join(others)} and {last}" if others else last)
     parts = [f"<h1>{escape(title)}</h1>"]
     for name, trace in traces.items():
-        parts.append(_named(panel.notes(trace, live), name if several else ""))
+        parts.append(_named(panel.notes(trace), name if several else ""))
     if several:
         parts.append(panel.compared(traces, numbers, facts))
     else:
@@ -94,15 +91,9 @@ def text(
         parts.append(f"<h2>{escape(name)}</h2>{panel.headline(trace, numbers[name])}{found}" if several else found)
     samples = {name: str(of["samples"]) for name, of in facts.items() if "samples" in of}
     data = f"{embedded('item', item)}\n{embedded('facts', script_facts(drawn, colour, samples))}"
-    start = f"timeline.start({read_embedded('item')}, {read_embedded('facts')}, {'true' if live else 'false'})"
+    start = f"timeline.start({read_embedded('item')}, {read_embedded('facts')})"
     scripts = f"{bokeh_scripts()}\n<script>{QUIET_FOCUS}</script>\n<script>\n{_asset('page.js')}{start}\n</script>"
-    return _shell(title, "\n".join(parts) + f"\n{data}\n{scripts}", version)
-
-
-def waiting(name: str, why: str, version: int) -> str:
-    """Returns the page of a run that has nothing to show yet; the next version replaces it."""
-    body = f'<h1>{escape(name)}</h1>\n<p class="note" role="status">{escape(why)}</p>'
-    return _shell(name, body, version)
+    return shell(title, "\n".join(parts) + f"\n{data}\n{scripts}")
 
 
 def _dialog() -> str:
@@ -112,12 +103,6 @@ def _dialog() -> str:
     )
     close = '<form method="dialog"><button class="act">close</button></form>'
     return f'<dialog id="keys" aria-label="keys"><h3>Keys</h3><table>{rows}</table>{close}</dialog>'
-
-
-def _shell(title: str, body: str, version: int | None) -> str:
-    if version is None:
-        return shell(title, body)
-    return shell(title, body, f"\n<script>\n{_asset('follow.js')}</script>", f' data-version="{version}"')
 
 
 def _named(note: str, name: str) -> str:

@@ -359,32 +359,9 @@ const timeline = (() => {
     }
   }
 
-  // --- the live page ----------------------------------------------------------------------------------------
-
-  function keep() {
-    const range = model("seconds-range"), slider = doc.get_model_by_name("steps-range")
-    const all = range.start <= 0 && range.end >= facts.longest
-    const every = !slider || (slider.value[0] <= slider.start && slider.value[1] >= slider.end)
-    const off = facts.stages.filter((_, i) => !model("stages").active.includes(i))
-    sessionStorage.setItem("timeline", JSON.stringify({
-      range: all ? null : [range.start, range.end], steps: every ? null : slider.value, off,
-      shown: model("shown").active,
-    }))
-  }
-
-  function restore() {
-    const text = sessionStorage.getItem("timeline")
-    if (!text) return
-    const kept = JSON.parse(text), slider = doc.get_model_by_name("steps-range")
-    model("shown").active = kept.shown
-    model("stages").active = [...facts.stages.keys()].filter((i) => !kept.off.includes(facts.stages[i]))
-    if (kept.steps && slider) slider.value = kept.steps.map((s) => Math.min(slider.end, Math.max(slider.start, s)))
-    if (kept.range) show(...kept.range)
-  }
-
   // --- start ------------------------------------------------------------------------------------------------
 
-  async function start(item, given, live) {
+  async function start(item, given) {
     facts = given
     ledTo = new Map()
     dense.spans = facts.crowded
@@ -401,7 +378,6 @@ const timeline = (() => {
     changed("stages", "active", filter)
     changed("shown", "active", switched)
     if (doc.get_model_by_name("steps-range")) changed("steps-range", "value", () => { filter(); fit() })
-    if (live) restore()
     for (const end of ["start", "end"]) changed("seconds-range", end, relabel)
     changed("chart", "inner_width", relabel)
     for (const name of ["stages", "shown"]) changed(name, "active", aloud)
@@ -422,7 +398,6 @@ const timeline = (() => {
     label()
     model("span").visible = true
     switched()
-    if (live) addEventListener("pagehide", keep)
     document.documentElement.dataset.ready = "yes"
   }
 

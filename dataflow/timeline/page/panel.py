@@ -137,13 +137,10 @@ def _swatch(cause: str, causes: Sequence[str]) -> str:
     return f'<span class="swatch" style="--light: {light}; --dark: {dark}"></span>'
 
 
-def notes(trace: Trace, live: bool = False) -> str:
+def notes(trace: Trace) -> str:
     """Returns notes to show first: the run did not finish, or its trace is cut off."""
     status, cut = str(trace.meta.get("status", "finished")), trace.meta.get("cut")
     shown = _STATUS.get(status, "")
-    if live and (cut or status == "running"):
-        # The trace of a running run lacks its end only.
-        shown, cut = "This run has not ended; the page follows it.", None
     text = f'<p class="note {_class(status)}" role="status">{shown}</p>' if shown else ""
     if not cut:
         return text

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from dataflow.samples.page import page as samples_page
-from dataflow.timeline import perfetto
 from dataflow.timeline.causes.culprits import linked
 from dataflow.timeline.page.html import page
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs import chromium
-from tests.rigs.following import followed
 from tests.rigs.made_up import made_up
 from tests.timeline.traces.resumed import WHY, resumed
 
@@ -278,38 +276,6 @@ def test_several_runs_stand_below_each_other(opened: Open) -> None:
     assert tab.locator("section.panel").count() == 3
     shown_text = point_at(tab, "spans", next(i for i, r in enumerate(data(tab, "spans", "run")) if r == 1))
     assert "both: rollout[1]" in shown_text
-
-
-def test_a_followed_page_comes_anew_by_itself_and_shows_what_it_showed(browser: Any, tmp_path: Path) -> None:
-    context = browser.new_context(viewport={"width": 1400, "height": 900})
-    said: list[str] = []
-    asked: list[str] = []
-    try:
-        with followed(tmp_path) as server:
-            tab = context.new_page()
-            tab.set_default_timeout(2 * WAIT_MS)
-            tab.on("pageerror", lambda error: said.append(str(error)))
-            tab.on("request", lambda request: asked.append(request.url))
-            tab.goto(server.url)
-            tab.get_by_text("This run has not begun.").wait_for()
-            perfetto.write(made_up(5), tmp_path / "trace.json")
-            tab.wait_for_selector("html[data-ready=yes]")
-            tab.evaluate("timeline.model('seconds-range').setv({start: 3, end: 6})")
-            tab.get_by_text("critical path", exact=True).first.click()
-            until(tab, "timeline.model('path-span').visible")
-            perfetto.write(made_up(9), tmp_path / "trace.json")
-            tab.get_by_text("9 steps").wait_for()
-            tab.wait_for_selector("html[data-ready=yes]")
-            assert tab.evaluate("[timeline.model('seconds-range').start, timeline.model('seconds-range').end]") == [
-                3,
-                6,
-            ]
-            until(tab, "timeline.model('path-span').visible")
-            assert not tab.evaluate("timeline.model('steps-range').value[1] < 9")
-    finally:
-        context.close()
-    assert said == []
-    assert [url for url in asked if not url.startswith((server.url, "data:"))] == []
 
 
 def test_a_downtime_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> None:

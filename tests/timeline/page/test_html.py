@@ -14,7 +14,7 @@ import pytest
 from dataflow.drawing.page import renumbered
 from dataflow.errors import DataError
 from dataflow.timeline.causes.culprits import last_requests, linked
-from dataflow.timeline.page.html import page, text, waiting
+from dataflow.timeline.page.html import page, text
 from dataflow.timeline.page.looks import MARKS, causes, themed
 from dataflow.timeline.page.tracks import sheet, step_ends, thin
 from dataflow.timeline.page.versions import Versions
@@ -189,19 +189,6 @@ def test_a_trace_that_was_cut_off_says_what_is_missing(tmp_path: Path) -> None:
     trace = made_up(2)
     trace.meta |= {"status": "cut off", "cut": "cut off after 3 s <of 9>"}
     assert "Cut off after 3 s <of 9>." in written(tmp_path, trace).words
-    # A page that is followed takes the missing end for what it is.
-    live = text({"both": trace}, version=3)
-    assert "has not ended" in live
-    assert "Cut off after" not in live
-    assert 'data-version="3"' in live
-    assert "EventSource" in live
-    assert "EventSource" not in text({"both": trace}).replace("bokeh", "")[-2000:]
-
-
-def test_a_page_that_waits_for_its_run() -> None:
-    found = waiting("run <1>", "It has not begun.", 1)
-    assert "run &lt;1&gt;" in found
-    assert "EventSource" in found
 
 
 # --- what is drawn ------------------------------------------------------------------------------------------------
