@@ -358,8 +358,8 @@ def _samples(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from dataflow.commands.compare import compare
     from dataflow.timeline import files
-    from dataflow.timeline.compare import compare
 
     files.check(options.out)
     runs = options.runs
@@ -373,5 +373,5 @@ def _compare(options: argparse.Namespace) -> int:
 
         report(training=True)  # its runs close by themselves, which takes a while
         runs = run_all(runs[0], runs[1:])
-    print(compare(runs, read_trace, options.out, options.json))
+    print(compare(runs, options.out, options.json))
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from dataflow.planning.sources.trace import of_trace, policy_of
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.timeline import files
 from dataflow.timeline.causes.attribution import summary
-from dataflow.timeline.compare import Load, summary_of, written
+from dataflow.timeline.compare import summary_of
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
 
@@ -69,7 +69,7 @@ def _policy(meta: Mapping[str, Any]) -> SchedulingPolicy | PolicySchedule:
     return policy_of(meta)
 
 
-def predicted(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:
+def predicted(runs: Sequence[str], load: Callable[[str], Trace], out: str | None, as_json: bool) -> str:
     """Returns the table of one run beside its own prediction, stage by stage; arguments as of ``compare``.
 
     Raises:
@@ -93,4 +93,4 @@ def predicted(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -
     for at in lines:
         error = "-" if at.error is None else f"{at.error:+.1%}"
         cells.append((at.what, f"{at.measured_s:.2f}", f"{at.predicted_s:.2f}", error))
-    return table(cells) + written(out)
+    return table(cells) + files.written(out)

@@ -270,8 +270,6 @@ class Record:
                 for name, writer in writers.items():
                     closing.callback(writer.leave)
                     writer.close(self.trace if name == TRACE else self.before)
-                    if writer.left_out:
-                        logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are not finite")
         except RunError:
             self.trace.meta["status"] = "failed" if status == "finished" else status
             raise

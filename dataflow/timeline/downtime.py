@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +18,8 @@ class Downtime:
 
     Attributes:
         begin, end: seconds from the run's first task: the end of the last task that the run kept, and the resume.
-        why: how the run resumed, in words; "" if the trace does not say.
-        step: of the checkpoint from which it resumed; None if the trace does not say.
+        why: how the run resumed, in words.
+        step: of the checkpoint from which it resumed.
     """
 
     begin: float
@@ -53,59 +52,24 @@ class Downtime:
         >>> Downtime(40, 11560, step=12).words
         'not running 3 h 12 min, resumed from step 12'
         """
-        resumed = self.why if self.step is None else f"resumed from step {self.step}"
-        return f"{self.length}, {resumed}" if resumed else self.length
+        return self.length if self.step is None else f"{self.length}, resumed from step {self.step}"
 
 
 def downtimes(meta: Mapping[str, Any]) -> tuple[Downtime, ...]:
     """Returns the downtimes that a trace's meta lists, in order of time.
 
-    Entries that are no interval are left out. Entries that overlap or touch become one downtime, with the words of the
-    later: a run that was killed again before its next checkpoint resumed twice from the same one.
+    Those that overlap or touch become one, with the words of the later: a run that was killed again before its next
+    checkpoint resumed twice from the same one.
     """
-    listed = meta.get("gaps")
-    if not isinstance(listed, list | tuple):
-        return ()
-    given = meta.get("resumed")
-    # The two lists correspond, unless one of them was edited.
-    steps = list(given) if isinstance(given, list | tuple) and len(given) == len(listed) else [None] * len(listed)
-    found = [down for one, step in zip(listed, steps, strict=True) if (down := _downtime(one, step)) is not None]
+    listed = zip(meta.get("gaps") or (), meta.get("resumed") or (), strict=True)
+    found = [Downtime(begin, end, why, step) for (begin, end, why), step in listed]
     merged: list[Downtime] = []
-    for down in sorted(found, key=lambda g: (g.begin, g.end)):
+    for down in sorted(found, key=lambda down: (down.begin, down.end)):
         if merged and down.begin <= merged[-1].end:
-            last = merged[-1]
-            later = down if down.end >= last.end else last
-            merged[-1] = replace(later, begin=last.begin)
-        else:
+            merged[-1] = replace(max(down, merged[-1], key=lambda d: d.end), begin=merged[-1].begin)
+        elif down.begin < down.end:
             merged.append(down)
     return tuple(merged)
-
-
-def resumed(meta: Mapping[str, Any]) -> list[int]:
-    """Returns the steps of the checkpoints from which a run resumed, in the order in which it did."""
-    given = meta.get("resumed")
-    return [step for step in given if _is_step(step)] if isinstance(given, list | tuple) else []
-
-
-def _downtime(one: Any, step: Any) -> Downtime | None:
-    if not isinstance(one, list | tuple) or len(one) < 2:
-        return None
-    begin, end, *more = one
-    if not (_is_time(begin) and _is_time(end) and begin < end):
-        return None
-    why = more[0] if more and isinstance(more[0], str) else ""
-    return Downtime(float(begin), float(end), why, step if _is_step(step) else None)
-
-
-def _is_time(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Axis:
@@ -124,8 +88,8 @@ class Axis:
 
     def __init__(self, all_downtimes: Iterable[Downtime], begin: float, end: float, wide: float = 0.0) -> None:
         self.begin, self.end, self.wide = begin, end, wide
-        self.downtimes: Sequence[Downtime] = [g for g in all_downtimes if g.within(begin, end)]
-        self.running = end - begin - sum(min(g.end, end) - max(g.begin, begin) for g in self.downtimes)
+        self.downtimes = [down for down in all_downtimes if down.within(begin, end)]
+        self.running = end - begin - sum(min(d.end, end) - max(d.begin, begin) for d in self.downtimes)
         self.length = self.running + wide * len(self.downtimes)
 
     def at(self, time: float) -> float:

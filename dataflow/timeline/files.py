@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dataflow.errors import DataError
 from dataflow.files import unwritable
 from dataflow.system.extras import not_installed
+from dataflow.timeline.compare import Facts
 from dataflow.timeline.spans import Trace
 
 _PICTURES = (".png", ".svg")
@@ -50,7 +50,7 @@ def draw(
     traces: Mapping[str, Trace],
     out: str | Path,
     title: str | None = None,
-    facts: Mapping[str, Mapping[str, Any]] | None = None,
+    facts: Facts | None = None,
 ) -> None:
     """Draws one run or several; the extension of ``out`` selects the kind, see :func:`check`.
 
@@ -58,13 +58,18 @@ def draw(
         traces: by the names to show.
         out: the file; replaced atomically.
         title: of a page.
-        facts: of each run, for a page, see :func:`dataflow.timeline.page.html.page`.
+        facts: of each run, for a page, see :data:`dataflow.timeline.compare.Facts`.
     """
     if Path(out).suffix.lower() == ".html":
-        from dataflow.timeline.page.html import page
+        from dataflow.timeline.page.page import page
 
         page(traces, out, title, facts)
     else:
         from dataflow.timeline.picture import draw as picture
 
         picture(traces, out)
+
+
+def written(out: str | None) -> str:
+    """Returns the line that names the picture or page just written, or "" if there is none."""
+    return f"\n\n{'page' if out.lower().endswith('.html') else 'picture'}: {out}" if out else ""

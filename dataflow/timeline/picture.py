@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
-from dataflow.errors import DataError
+from dataflow.timeline.agents import servers_of
 from dataflow.timeline.causes.attribution import exposed_waits, pool_waits, waits_after
 from dataflow.timeline.downtime import CUT, Axis, Downtime
-from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 from dataflow.timeline.text import extent, named, tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _BAND = "#F3C766"
 _HEIGHTS = dict.fromkeys(POOLS, 0.62)
@@ -27,74 +25,66 @@ _THIN = 0.2
 _CUT, _SMALL = "#8A8A8A", 7.0
 
 
-def draw(
-    traces: Mapping[str, Trace] | Trace,
-    path: str | os.PathLike[str],
-    title: str | None = None,
-    steps: tuple[int, int] | None = None,
-) -> None:
+def draw(traces: Mapping[str, Trace] | Trace, path: str | os.PathLike[str]) -> None:
     """Draws runs on one time axis, a panel for each.
 
     Args:
         traces: one run, or several by name; the others are compared with the first.
         path: file name ending in ``.png`` (1400 pixels wide) or ``.svg``, replaced atomically.
-        title: above the whole picture; none by default.
-        steps: (first, last) to show of each run, from the first task of these steps on; all by default.
 
     Raises:
-        DataError: the file name has another extension, or a trace has no task.
+        DataError: a trace has no task.
     """
     from matplotlib.figure import Figure
 
-    target = Path(path)
-    kind = target.suffix.lower().lstrip(".")
-    if kind not in ("png", "svg"):
-        raise DataError(f"picture {path}: no such kind, '{target.suffix}'; give a name in .png or .svg.")
-    runs = named(traces, f"picture {path}")
-    panels = [_Panel(name, trace, steps) for name, trace in runs.items()]
+    panels = [_Panel(name, trace) for name, trace in named(traces, f"picture {path}").items()]
     colour = colours(*looks(p.trace for p in panels))
     longest = max(p.time.length for p in panels) or 1.0
-    inches = [p.height for p in panels]
     handles = _handles(panels, colour)
     columns = columns_that_fit([h.get_label() for h in handles], WIDTH * 0.915)
-    top, gap, bottom = (0.75 if title else 0.4), 0.5, 0.75 + 0.2 * -(-len(handles) // columns)
-    total = top + sum(inches) + gap * (len(panels) - 1) + bottom
+    top, gap, bottom = 0.4, 0.5, 0.75 + 0.2 * -(-len(handles) // columns)
+    total = top + sum(p.height for p in panels) + gap * (len(panels) - 1) + bottom
     figure = Figure(figsize=(WIDTH, total), dpi=PIXELS, facecolor="white")
     at = total - top
     axes: list[Axes] = []
-    for panel, height in zip(panels, inches, strict=True):
-        axis = figure.add_axes((0.075, (at - height) / total, 0.915, height / total))
+    for panel in panels:
+        axis = figure.add_axes((0.075, (at - panel.height) / total, 0.915, panel.height / total))
         panel.draw(axis, colour, longest, panels[0])
         axes.append(axis)
-        at -= height + gap
+        at -= panel.height + gap
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False)
-    since = "from the first task" if steps is None else f"from the first task of step {steps[0]}"
     cut = f"; {CUT}" if any(p.time.downtimes for p in panels) else ""
-    axes[-1].set_xlabel(f"seconds {since}{cut}", color=INK, fontsize=10)
-    _legend(figure, handles, columns, total)
-    if title:
-        figure.text(0.075, 1 - 0.28 / total, title, fontsize=14, fontweight="bold", color=INK, va="center")
-    save(figure, target, kind)
+    axes[-1].set_xlabel(f"seconds from the first task{cut}", color=INK, fontsize=10)
+    figure.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0.07, 0.08 / total),
+        ncols=columns,
+        fontsize=9.5,
+        frameon=False,
+        labelcolor=INK,
+        handlelength=1.4,
+        columnspacing=1.4,
+        borderaxespad=0,
+    )
+    save(figure, Path(path), Path(path).suffix.lower().lstrip("."))
 
 
 class _Panel:
     """One run, with its rows from top to bottom; heights in inches."""
 
-    def __init__(self, name: str, trace: Trace, steps: tuple[int, int] | None) -> None:
+    def __init__(self, name: str, trace: Trace) -> None:
         self.name, self.trace = name, trace
-        self.begin, self.end = extent(trace, steps)
-        self.time = Axis(trace.downtimes, self.begin, self.end)
-        spans = [s for s in trace.spans if s.end >= self.begin and s.begin <= self.end]
+        self.time = Axis(trace.downtimes, *extent(trace))
         of: dict[str, list[Mark]] = {}
         for mark in trace.marks:
             of.setdefault(mark.resource, []).append(mark)
         self.levels = {agent: levels for agent, marks in of.items() if (levels := in_flight(marks))}
-        self.waits = {pool: [*exposed_waits(trace, pool), *waits_after(trace, pool)] for pool in trace.pools}
         self.rows: list[tuple[str, list[list[Span]], float]] = []
         collects = trace.with_role("collects")
         for resource in trace.resources:
-            on = [s for s in spans if s.resource == resource]
+            on = trace.on(resource)
             if resource in self.levels:
                 # The band shows the requests; of the tasks that collect them, only the ends are drawn.
                 on = [s for s in on if s.stage not in collects]
@@ -103,9 +93,9 @@ class _Panel:
                 thin = _THIN * max(1, min(len(rows), 4))
                 height = _BAND_HEIGHT if resource in self.levels else _HEIGHTS.get(resource, thin)
                 self.rows.append((resource, rows, height))
-        for server in servers_of(trace):
-            self.levels[server.name] = in_flight(server.marks)
-            self.rows.append((server.name, [], _SERVER_HEIGHT))
+        for server, marks in servers_of(trace).items():
+            self.levels[server] = in_flight(marks)
+            self.rows.append((server, [], _SERVER_HEIGHT))
         self.height = sum(h for *_, h in self.rows) + 0.07 * (len(self.rows) + 1)
 
     def draw(self, axis: Axes, colour: Mapping[str, str], longest: float, reference: _Panel) -> None:
@@ -124,7 +114,8 @@ class _Panel:
                 tall = full / len(rows)
                 self._lane(axis, lane, at - (i + 1) * tall, tall, colour, pixels)
             if resource in POOLS:
-                self._waits(axis, below, height, resource)
+                waits = [*exposed_waits(self.trace, resource), *waits_after(self.trace, resource)]
+                axis.broken_barh([(self.time.at(w.begin), w.seconds) for w in waits], (below, height), **HATCHED)
             middles.append(below + height / 2)
             names.append(resource)
             at = below - 0.07
@@ -137,9 +128,7 @@ class _Panel:
         axis.set_axisbelow(True)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
-        wall_end = self.trace.window[1]
-        if self.begin < wall_end <= self.end:
-            axis.axvline(self.time.at(wall_end), color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
+        axis.axvline(self.time.at(self.trace.window[1]), color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
         for down in self.time.downtimes:
             self._downtime(axis, down)
         self._title(axis, reference)
@@ -191,7 +180,7 @@ class _Panel:
             look: dict[str, Any] = {"facecolor": colour[stage], "edgecolor": "white", "linewidth": line}
             axis.broken_barh(places, (below, height), **look)
         for span in lane:
-            begin, end = self.time.at(max(span.begin, self.begin)), self.time.at(min(span.end, self.end))
+            begin, end = self.time.at(span.begin), self.time.at(span.end)
             for size in (9.0, 8.0, 7.0):
                 # Digits are 0.64 of the font size wide, a point half of that.
                 room = size * (0.64 * len(span.label) - 0.32 * span.label.count(".")) + 2
@@ -200,10 +189,6 @@ class _Panel:
                     text: dict[str, Any] = {"fontsize": size, "color": contrast(colour[span.stage])}
                     axis.text(*middle, span.label, ha="center", va="center_baseline", **text)
                     break
-
-    def _waits(self, axis: Axes, below: float, height: float, pool: str) -> None:
-        places = [(self.time.at(w.begin), w.seconds) for w in self.waits[pool]]
-        axis.broken_barh(places, (below, height), **HATCHED)
 
     def _band(self, axis: Axes, agent: str, below: float, height: float, own_lanes: int) -> None:
         """Draws an agent's requests in flight, and a line where its rewards of a part were complete."""
@@ -235,18 +220,3 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
     if any(p.time.downtimes for p in panels):
         handles.append(Patch(facecolor="white", edgecolor=_CUT, linewidth=1.2, label="not running"))
     return handles
-
-
-def _legend(figure: Figure, handles: Sequence[Any], columns: int, total: float) -> None:
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0.07, 0.08 / total),
-        ncols=columns,
-        fontsize=9.5,
-        frameon=False,
-        labelcolor=INK,
-        handlelength=1.4,
-        columnspacing=1.4,
-        borderaxespad=0,
-    )

@@ -6,12 +6,12 @@ Everything that shows or analyses a run (attribution, Perfetto, text, picture, p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataflow.graph import TaskId
-from dataflow.timeline.downtime import Downtime, downtimes, resumed
+from dataflow.timeline.downtime import Downtime, downtimes
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Trace:
     @property
     def resumed(self) -> list[int]:
         """Steps of the checkpoints from which the run resumed."""
-        return resumed(self.meta)
+        return list(self.meta.get("resumed") or ())
 
     def running_s(self, begin: float, end: float) -> float:
         """Returns the seconds of ``begin..end`` in which the run was running."""
@@ -324,12 +324,7 @@ def lanes(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def in_flight(marks: Iterable[Mark]) -> list[tuple[float, int]]:
-    """Returns (time, number of open marks from then on) for each change of that number."""
-    return list(changes(marks))
-
-
-def changes(marks: Iterable[Mark]) -> Iterator[tuple[float, int]]:
-    """Yields what :func:`in_flight` returns; of millions of marks only the times are kept."""
+    """Returns (time, number of open marks from then on) for each change of that number; marks may be millions."""
     import numpy as np
 
     edges = np.fromiter((t for m in marks if m.end > m.begin for t in (m.begin, m.end)), dtype=np.float64)
@@ -337,49 +332,4 @@ def changes(marks: Iterable[Mark]) -> Iterator[tuple[float, int]]:
     change = np.zeros(len(times), dtype=np.int64)
     np.add.at(change, places[::2], 1)
     np.add.at(change, places[1::2], -1)
-    for at, level in zip(times[change != 0], np.cumsum(change)[change != 0], strict=True):
-        yield float(at), int(level)
-
-
-def flows(trace: Trace) -> Iterator[tuple[Span, float, Span, Span]]:
-    """Yields (rollout, when the samples left it, part of the rewards, update on that part), for each update.
-
-    Samples leave a streaming rollout with its chunks: the time is that of the last chunk that the part waited for.
-    """
-    stages = _chain(trace)
-    if stages is None:
-        return
-    source, collect, update = stages
-    parts: dict[tuple[str, int], dict[int, Span]] = {}
-    for span in trace.spans:
-        if span.stage in stages:
-            parts.setdefault((span.stage, span.step), {})[span.part] = span
-    for (stage, step), updates in parts.items():
-        if stage != update:
-            continue
-        for trained in updates.values():
-            for scored in parts.get((collect, step), {}).values():
-                for rollout in parts.get((source, step), {}).values():
-                    if _overlap(rollout, scored) and _overlap(scored, trained):
-                        yield rollout, _left(rollout, scored), scored, trained
-
-
-def _chain(trace: Trace) -> tuple[str, str, str] | None:
-    """Returns the stages that sample, collect rewards and train; None if the pipeline lacks one."""
-    role_of = trace.roles
-    first = {role: name for name, role in reversed(role_of.items())}
-    sampling, collecting, training = [first.get(role) for role in ("samples", "collects", "trains")]
-    return (sampling, collecting, training) if sampling and collecting and training else None
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    """Whether two parts of a step, each taken as a share of the step, overlap."""
-    return (
-        one.part * other.parts < (other.part + 1) * one.parts and other.part * one.parts < (one.part + 1) * other.parts
-    )
-
-
-def _left(rollout: Span, scored: Span) -> float:
-    """Returns when the last samples of a part left the rollout."""
-    sets = chunk_spans(rollout)
-    return max((one.end for one in sets if _overlap(one, scored)), default=rollout.end)
+    return list(zip(times[change != 0].tolist(), np.cumsum(change)[change != 0].tolist(), strict=True))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError, counted
-from dataflow.timeline.causes.attribution import Wait, exposed_waits, summary, waits_after
+from dataflow.timeline.agents import servers_of
+from dataflow.timeline.causes.attribution import exposed_waits, summary, waits_after
 from dataflow.timeline.causes.culprits import Culprit, culprits
 from dataflow.timeline.downtime import Axis
-from dataflow.timeline.servers import servers_of
-from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
+from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
 
 LETTERS = {
     "samples": "R",
@@ -99,22 +99,10 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
 def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Chart:
     """Draws the rows of :func:`gantt`, which has the same arguments; the trace must have tasks."""
     begin, end = extent(trace, steps)
-    rows: list[tuple[str, list[Span], list[Wait]]] = []
-    for resource in trace.resources:
-        shown = [s for s in trace.on(resource) if s.end >= begin and s.begin <= end]
-        for i, lane in enumerate(lanes(shown)):
-            idle = resource in POOLS and i == 0
-            waits = [*exposed_waits(trace, resource), *waits_after(trace, resource)] if idle else []
-            rows.append((resource if i == 0 else "", lane, waits))
-    flights = [m for m in trace.marks if m.begin < m.end and m.end > begin and m.begin < end > begin]
-    by_agent: dict[str, list[Mark]] = {}
-    for mark in flights:
-        by_agent.setdefault(mark.resource, []).append(mark)
-    several = len(by_agent) > 1
-    servers = servers_of(trace)
-    names = [name for name, _, _ in rows] + [_flight_row(agent, several) for agent in by_agent]
-    names += [server.name for server in servers]
-    columns = max(10, width - max(map(len, names)) - 2)
+    shown = {name: [s for s in trace.on(name) if s.end >= begin and s.begin <= end] for name in trace.resources}
+    bars = [(name if i == 0 else "", lane) for name, on in shown.items() for i, lane in enumerate(lanes(on))]
+    flights = _flights_of(trace, begin, end)
+    columns = max(10, width - max(len(name) for name in [*(name for name, _ in bars), *flights]) - 2)
     axis = _cut(trace, begin, end, columns)
     scale = columns / axis.length if axis.length > 0 else 0.0
 
@@ -130,42 +118,42 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
 
     letter = letters(*looks([trace]))
     drawn: list[tuple[str, str]] = []
-    for name, lane, waits in rows:
+    for name, lane in bars:
         cells = [" "] * columns
-        for wait in waits:
+        for wait in [*exposed_waits(trace, name), *waits_after(trace, name)] if name in POOLS else ():
             a, b = column(wait.begin), column(wait.end)
             cells[a:b] = "~" * (b - a)
         for span in lane:
             a, b = column(span.begin), column(span.end)
-            if b > a:
-                cells[a:b] = _bar(letter[span.stage], span, b - a)
+            cells[a:b] = _bar(letter[span.stage], span, b - a) if b > a else ""
         for span in lane:
             # Shorter than a column: shown only where the column is empty.
             a = min(column(span.begin), columns - 1)
             if column(span.end) <= a and cells[a] == " ":
                 cells[a] = letter[span.stage]
         drawn.append((name, broken("".join(cells))))
-    most: dict[str, int] = {}
-    for agent in [name for name in trace.resources if name in by_agent]:
-        levels = in_flight(by_agent[agent])
-        most[agent] = max(level for _, level in levels)
-        row = _flights(levels, end, columns, lambda time: axis.at(time) * scale)
-        drawn.append((_flight_row(agent, several), broken(row)))
-    for server in servers:
-        levels = in_flight(m for m in server.marks if m.end > begin and m.begin < end)
-        cells = [*_flights(levels, end, columns, lambda time: axis.at(time) * scale)] if levels else [" "] * columns
-        drawn.append((server.name, broken("".join(cells))))
-    shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
-    legend = [f"{letter[s]} {s}" for s in shown_stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
-    legend += [f"█ {level} rewards{f' of {agent}' if several else ''} in flight" for agent, level in most.items()]
+    for name, (_, levels) in flights.items():
+        drawn.append((name, broken(_flights(levels, end, columns, lambda time: axis.at(time) * scale))))
+    ran = {span.stage for on in shown.values() for span in on}
+    legend = [f"{letter[s]} {s}" for s in trace.stages if s in ran] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
+    legend += [f"█ {max(level for _, level in levels)} {what}" for what, levels in flights.values() if what]
     if axis.downtimes:
         sign = _DOWN * max(1, column(axis.downtimes[0].end) - column(axis.downtimes[0].begin))
         legend += [f"{sign} {down.words}" for down in axis.downtimes] + ["(cut out of the axis)"]
     return Chart(drawn, broken(_axis(axis, columns)), legend, letter)
 
 
-def _flight_row(agent: str, several: bool) -> str:
-    return f"{agent} in flight" if several else "in flight"
+def _flights_of(trace: Trace, begin: float, end: float) -> dict[str, tuple[str, list[tuple[float, int]]]]:
+    """Returns row -> (what is in flight, for the legend, and how many when), for each agent and each server."""
+    near = [mark for mark in trace.marks if mark.begin < mark.end and mark.end > begin and mark.begin < end]
+    agents = [name for name in trace.resources if any(mark.resource == name for mark in near)]
+    rows: dict[str, tuple[str, list[tuple[float, int]]]] = {}
+    for agent in agents:
+        name, of = (f"{agent} in flight", f" of {agent}") if len(agents) > 1 else ("in flight", "")
+        rows[name] = f"rewards{of} in flight", in_flight(mark for mark in near if mark.resource == agent)
+    for server, marks in servers_of(Trace(marks=near)).items():
+        rows[server] = "", in_flight(marks)
+    return rows
 
 
 def _cut(trace: Trace, begin: float, end: float, columns: int) -> Axis:

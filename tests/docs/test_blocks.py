@@ -76,7 +76,6 @@ UNRUN = {
     "resume": "trains, so its changes are resolved alone",
     "export": "needs a checkpoint: tests/running/saving",
     "import-verl": "needs a launch: tests/importing, test_docs_from_verl.py",
-    "--follow": "serves until Ctrl-C: tests/timeline/page",
     "--start": "starts vLLM: tests/commands/test_doctor.py",
     "examples/costs.yaml": "takes 10 s and more to plan: tests/planning",
     "recipes/costs/gsm8k-ablation.yaml": "likewise: tests/project/test_recipes.py",

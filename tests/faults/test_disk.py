@@ -160,7 +160,6 @@ def with_files_of(most: int, place: Path, *words: str) -> str:
     [
         (["timeline", str(TRACE), "-o", "x.html"], "x.html"),
         (["timeline", str(TRACE), "-o", "x.txt"], "x.txt"),
-        (["timeline", str(TRACE), "-o", "x.json"], "trace x.json"),
         (["plan", str(Path(__file__).parents[2] / "examples" / "costs.yaml"), "steps=2", "-o", "x.png"], "x.png"),
         (["show", str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py"), "-o", "x.mmd"], "x.mmd"),
     ],

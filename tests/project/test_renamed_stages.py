@@ -22,8 +22,8 @@ from dataflow.running.reporting.timings import step_metrics
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.causes.attribution import exposed_waits, summary
+from dataflow.timeline.causes.critical import critical_path
 from dataflow.timeline.causes.culprits import culprits
-from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import gantt

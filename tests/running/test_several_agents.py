@@ -24,7 +24,7 @@ from dataflow.stages.reward import agent_stages
 from dataflow.timeline.agents import agents_of, concurrency_of, stages_of
 from dataflow.timeline.causes.attribution import pool_waits
 from dataflow.timeline.causes.culprits import culprits
-from dataflow.timeline.page.tracks import sheet
+from dataflow.timeline.page.chart import chart
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import gantt
 
@@ -145,9 +145,7 @@ def test_each_agent_has_its_track(tmp_path: Path) -> None:
     rows = [line.split("  ")[0] for line in text.splitlines()]
     assert {"reward", "style", "reward in flight", "style in flight"} <= set(rows)
     assert "rewards of style in flight" in text
-    page = sheet({"a": trace})
-    assert len(page.bands) == 2
-    assert [max(band["count"]) for band in page.bands] == page.most
+    assert len(chart({"a": trace}, {})["bands"]) == 2
     found = json.loads((tmp_path / "a" / "trace.json").read_text())
     counters = {event["name"] for event in found if event.get("ph") == "C"}
     assert {"rewards in flight", "style in flight"} <= counters

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.running.reporting.timings import step_metrics
-from dataflow.running.summary import summarise
 from dataflow.timeline import perfetto
-from dataflow.timeline.causes.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
+from dataflow.timeline.causes.attribution import Wait, exposed_waits, summary, waits_after
+from dataflow.timeline.causes.critical import critical_path
 from dataflow.timeline.causes.culprits import culprits
 from dataflow.timeline.downtime import Axis, Downtime, downtimes
-from dataflow.timeline.page.critical import critical_path
-from dataflow.timeline.page.html import page
-from dataflow.timeline.page.tracks import sheet
+from dataflow.timeline.page.chart import chart
+from dataflow.timeline.page.page import page
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Span, Trace
 from dataflow.timeline.text import gantt, idle_lines
@@ -49,34 +47,7 @@ def test_downtimes_are_typed() -> None:
     assert trace.downtimes[0].words == "not running 3 h 12 min, resumed from step 2"
     assert trace.resumed == [2]
     assert Trace().downtimes == ()
-
-
-@pytest.mark.parametrize(
-    "listed",
-    [
-        None,
-        3,
-        "gaps",
-        {"a": 1},
-        [3, None, "ab", [], [1], [2, 1, "backwards"], [1, 1, "empty"], ["0", "1", "text"], [True, 2]],
-        [[0, float("nan")], [float("-inf"), 3], [0, 10**400], {"begin": 1}],
-    ],
-)
-def test_what_is_no_downtime_is_left_out(listed: Any) -> None:
-    assert downtimes({"gaps": listed, "resumed": listed}) == ()
-    trace = resumed(killed=False)
-    trace.meta |= {"gaps": listed, "resumed": listed}
-    assert trace.wall == 39
-    assert "///" not in gantt(trace)
-
-
-def test_steps_that_do_not_correspond_to_the_downtimes_are_left_out() -> None:
-    assert downtimes({"gaps": [[1, 2, 7]], "resumed": [3, 4]}) == (Downtime(1, 2),)
-    assert downtimes({"gaps": [[1, 2, "why"], [4, 5]], "resumed": ["3", 4]}) == (
-        Downtime(1, 2, "why"),
-        Downtime(4, 5, "", 4),
-    )
-    assert Trace(meta={"resumed": [3, "x", True, 4]}).resumed == [3, 4]
+    assert "///" not in gantt(resumed(killed=False))
 
 
 def test_a_run_that_went_on_twice_from_one_checkpoint_has_one_gap() -> None:
@@ -122,7 +93,7 @@ def test_a_wait_over_a_downtime_is_cut_and_each_side_keeps_its_cause() -> None:
 def test_a_downtime_after_training_is_no_wait_after_it() -> None:
     trace = Trace(
         [Span("rollout", 1, 0, 1, "gpu", 0, 4), Span("val", 1, 0, 1, "reward", 50, 53, {"optional": True})],
-        meta={"gaps": [[5, 50, ""]]},
+        meta={"gaps": [[5, 50, ""]], "resumed": [1]},
     )
     facts = summary(trace)
     assert (facts["wall_s"], facts["after_training_s"], facts["after_training_idle_s"]) == (4, 4, 4)
@@ -137,7 +108,7 @@ def test_busy_time_and_waits_add_up_to_the_time_in_which_it_ran(
     tasks: list[tuple[float, float, str]], cuts: list[tuple[float, float]]
 ) -> None:
     spans = [Span("own", i, 0, 1, on, at, at + took) for i, (at, took, on) in enumerate(tasks)]
-    trace = Trace(spans, meta={"gaps": [[at, at + took] for at, took in cuts]})
+    trace = Trace(spans, meta={"gaps": [[at, at + took, ""] for at, took in cuts], "resumed": [0] * len(cuts)})
     waits = exposed_waits(trace)
     assert trace.busy("gpu") + sum(w.seconds for w in waits) == pytest.approx(trace.wall, abs=1e-6)
     for wait in waits:
@@ -156,13 +127,6 @@ def test_the_critical_path_goes_on_over_the_gap() -> None:
     assert path.index("rollout[3]") == path.index("sync_weights[2]") + 1
 
 
-def test_the_summary_says_that_it_was_resumed() -> None:
-    made = summarise(resumed(), 3, {}, True, {}, 60.0)
-    assert (made["resumed"], made["not_running_s"]) == ([2], KILLED_S)
-    assert made["wall_s"] == pytest.approx(39)
-    assert pool_waits(resumed()) == pytest.approx(made["exposed_wait_by_cause"])
-
-
 def test_an_axis_leaves_downtimes_out_and_leaves_room_for_their_marks() -> None:
     axis = Axis([Downtime(10, 110), Downtime(120, 130), Downtime(500, 600)], 5, 140, wide=2)
     assert (axis.running, axis.length, len(axis.downtimes)) == (25, 29, 2)
@@ -174,7 +138,7 @@ def test_an_axis_leaves_downtimes_out_and_leaves_room_for_their_marks() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 90), st.floats(0.1, 30)), max_size=4), st.floats(0, 5), st.floats(0, 100))
 def test_an_axis_never_goes_back(cuts: list[tuple[float, float]], wide: float, time: float) -> None:
-    axis = Axis(downtimes({"gaps": [[a, a + long] for a, long in cuts]}), 0, 100, wide)
+    axis = Axis(downtimes({"gaps": [[a, a + long, ""] for a, long in cuts], "resumed": [0] * len(cuts)}), 0, 100, wide)
     assert axis.at(0) <= axis.at(time) + 1e-9
     assert axis.at(time) <= axis.at(min(100, time + 1)) + 1e-9
     assert axis.at(100) == pytest.approx(axis.length, abs=1e-9)
@@ -193,28 +157,21 @@ def test_the_text_marks_the_cut() -> None:
 
 def test_many_downtimes_leave_the_tasks_their_room() -> None:
     trace = resumed(killed=False)
-    trace.meta["gaps"] = [[i / 2 + 0.1, i / 2 + 0.2, ""] for i in range(70)]
+    trace.meta |= {"gaps": [[i / 2 + 0.1, i / 2 + 0.2, ""] for i in range(70)], "resumed": [2] * 70}
     row = gantt(trace, width=72).splitlines()[1]
     assert row.startswith("gpu")
     assert len(row) <= 72
     assert "R" in row
 
 
-@pytest.mark.heavy
 def test_the_page_cuts_its_axis(tmp_path: Path) -> None:
-    drawn = sheet({"plain": resumed(killed=False), "resumed": resumed()})
-    assert drawn.longest == pytest.approx(39)
-    assert drawn.downtimes["run"] == [1]
-    assert drawn.downtimes["at"] == [26]
-    assert drawn.downtimes["words"] == ["not running 3 h 12 min, resumed from step 2"]
-    begins = [b for run, b in zip(drawn.spans["run"], drawn.spans["begin"], strict=True) if run == 1]
-    assert max(begins) == pytest.approx(38)
+    drawn = chart({"plain": resumed(killed=False), "resumed": resumed()}, {})
+    assert drawn["length"] == pytest.approx(39 * 1.005)
+    (cut,) = drawn["cuts"]
+    assert (cut["x"], cut["words"]) == (26, "not running 3 h 12 min, resumed from step 2")
+    assert cut["tip"].endswith(WHY)
     page(resumed(), tmp_path / "run.html")
-    text = (tmp_path / "run.html").read_text()
-    assert "time in which a run was not running is cut out" in text
-    assert f"3 h 12 min <small>{WHY}</small>" in text
-    page(resumed(killed=False), tmp_path / "run.html")
-    assert "cut out" not in (tmp_path / "run.html").read_text()
+    assert f"3 h 12 min <small>{WHY}</small>" in (tmp_path / "run.html").read_text()
 
 
 @pytest.mark.slow

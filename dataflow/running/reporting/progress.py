@@ -223,7 +223,7 @@ def end_table(summary: dict[str, Any]) -> str:
     Args:
         summary: the content of its summary.json.
     """
-    from dataflow.timeline.page.panel import evaluated_in
+    from dataflow.timeline.compare import evaluated_in
     from dataflow.timeline.text import table
 
     wall = summary["wall_s"]

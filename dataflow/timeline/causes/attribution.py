@@ -8,7 +8,7 @@ So if an update waited a millisecond for its advantages, and these ten seconds f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,48 +55,8 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
     begin, end = window or trace.window
     # For a window near the end of a long run, only the spans near it are read.
     near = trace if window is None else Trace([s for s in trace.spans if s.end >= begin])
-    return [wait for stretch in trace.stretches(begin, end) for wait in _waits(trace, near, resource, *stretch)]
-
-
-def _waits(trace: Trace, near: Trace, resource: str, begin: float, end: float) -> list[Wait]:
-    """Returns the waits of an interval without downtime; ``near`` has at least the spans that end after its begin."""
-    trained = trace.window[1]
-    spans = near.on(resource)
-    known = by_task(near.spans)
-    on, syncs, collects = trace.placed, trace.with_role("syncs"), trace.with_role("collects")
-    first = min((s.begin for s in trace.spans if s.resource == resource), default=float("inf"))
-
-    def find(name: str) -> Span | None:
-        if name in known or near is trace:
-            return known.get(name)
-        stage = name.partition("[")[0]
-        return next((s for s in trace.spans if s.stage == stage and s.task == name), None)
-
-    starts: dict[float, Span] = {}
-    for s in spans:
-        # An empty span does not end an idle interval, as `union` leaves it out.
-        if s.end > s.begin:
-            starts.setdefault(s.begin, s)
-
-    waits: list[Wait] = []
-    at = begin
-    for busy_from, busy_to in [*union((s.begin, s.end) for s in spans), (end, end)]:
-        until = min(busy_from, end)
-        if until > at:
-            # Time before the first task on the resource is start-up; the window may begin within it.
-            start_up = min(max(first, at), until)
-            ended_by = starts.get(busy_from)
-            if busy_from >= end and (
-                (last := _last(near, end, optional=end > trained)) and (last.end == end or not ended_by)
-            ):
-                ended_by = last
-            name = ended_by.task if ended_by else ""
-            if start_up > at:
-                waits.append(Wait(at, start_up, "start-up", name))
-            if until > start_up:
-                waits += _walk(start_up, until, ended_by, resource, find, on, syncs, collects)
-        at = max(at, min(busy_to, end))
-    return waits
+    charge = _Charge(trace, near, resource)
+    return [wait for stretch in trace.stretches(begin, end) for wait in charge.waits(*stretch)]
 
 
 def waits_after(trace: Trace, resource: str = "gpu") -> list[Wait]:
@@ -108,63 +68,91 @@ def waits_after(trace: Trace, resource: str = "gpu") -> list[Wait]:
     return exposed_waits(trace, resource, (begin, end)) if end > begin else []
 
 
-def _last(trace: Trace, end: float, optional: bool) -> Span | None:
-    """Returns the last task of the window; it ends the window if no task on the resource does (a late write)."""
-    closing = [s for s in trace.spans if (optional or not s.optional) and s.end <= end]
-    return max(closing, key=lambda s: (s.end, s.step, s.stage, s.part), default=None)
+class _Charge:
+    """Charges the idle time of a resource; ``near`` has at least the spans that end after its begin."""
 
+    def __init__(self, trace: Trace, near: Trace, resource: str) -> None:
+        self.trace, self.near, self.resource = trace, near, resource
+        self.spans, self.known = near.on(resource), by_task(near.spans)
+        self.placed, self.syncs, self.collects = trace.placed, trace.with_role("syncs"), trace.with_role("collects")
+        self.first = min((s.begin for s in trace.spans if s.resource == resource), default=float("inf"))
 
-def _walk(
-    begin: float,
-    end: float,
-    span: Span | None,
-    resource: str,
-    find: Callable[[str], Span | None],
-    on: Mapping[str, str],
-    syncs: Collection[str],
-    collects: Collection[str],
-) -> list[Wait]:
-    """Splits an interval by cause, from its end back to its begin along the last dependency of each task."""
+    def waits(self, begin: float, end: float) -> list[Wait]:
+        """Returns the waits of an interval without downtime."""
+        starts: dict[float, Span] = {}
+        for s in self.spans:
+            # An empty span does not end an idle interval, as `union` leaves it out.
+            if s.end > s.begin:
+                starts.setdefault(s.begin, s)
+        waits: list[Wait] = []
+        at = begin
+        for busy_from, busy_to in [*union((s.begin, s.end) for s in self.spans), (end, end)]:
+            until = min(busy_from, end)
+            if until > at:
+                # Time before the first task on the resource is start-up; the window may begin within it.
+                start_up = min(max(self.first, at), until)
+                ended_by = starts.get(busy_from)
+                if busy_from >= end and (last := self._last(end)) and (last.end == end or not ended_by):
+                    ended_by = last
+                if start_up > at:
+                    waits.append(Wait(at, start_up, "start-up", ended_by.task if ended_by else ""))
+                if until > start_up:
+                    waits += self._walk(start_up, until, ended_by)
+            at = max(at, min(busy_to, end))
+        return waits
 
-    def cause_of(stage: str, where: str) -> str:
-        if where == resource:
+    def _last(self, end: float) -> Span | None:
+        """Returns the last task of the window; it ends the window if no task on the resource does (a late write)."""
+        late = end > self.trace.window[1]
+        closing = [s for s in self.near.spans if (late or not s.optional) and s.end <= end]
+        return max(closing, key=lambda s: (s.end, s.step, s.stage, s.part), default=None)
+
+    def _find(self, name: str) -> Span | None:
+        if name in self.known or self.near is self.trace:
+            return self.known.get(name)
+        stage = name.partition("[")[0]
+        return next((s for s in self.trace.spans if s.stage == stage and s.task == name), None)
+
+    def _cause(self, stage: str, where: str) -> str:
+        if where == self.resource:
             return "dispatch"
         # The cause is "weights" on whichever resource they are gathered and loaded.
-        return "weights" if stage in syncs else agents.cause_of(where)
+        return "weights" if stage in self.syncs else agents.cause_of(where)
 
-    name = span.task if span else ""
-    cause, by = (cause_of(span.stage, span.resource), name) if span else ("dispatch", "")
-    pieces: list[Wait] = []
-    seen = {name}
-    at, task = end, span
-    while at > begin:
-        before = find(task.waited_for) if task else None
-        if before is None or before.task in seen:
-            stage = task.waited_for.partition("[")[0] if task else ""
-            if task and stage and before is None:
-                # It left no span: the rest of the interval is charged to it, on the resource of its stage.
-                cause, by = cause_of(stage, on.get(stage, stage)), task.waited_for
-            pieces.append(Wait(begin, at, cause, name, by))
-            break
-        seen.add(before.task)
-        done = min(max(before.end, begin), at)
-        if done < at:
-            pieces.append(Wait(done, at, cause, name, by))
-        at, task, cause, by = done, before, cause_of(before.stage, before.resource), before.task
-    merged: list[Wait] = []
-    for piece in reversed(pieces):
-        # Consecutive pieces of one cause are one wait, charged to the task that ended it. But waits for the rewards of
-        # two agents are apart, so that each is charged to its own.
-        if merged and merged[-1].cause == piece.cause and _may_join(merged[-1], piece, collects):
-            merged[-1] = replace(piece, begin=merged[-1].begin)
-        else:
-            merged.append(piece)
-    return merged
+    def _walk(self, begin: float, end: float, span: Span | None) -> list[Wait]:
+        """Splits an interval by cause, from its end back to its begin along the last dependency of each task."""
+        name = span.task if span else ""
+        cause, by = (self._cause(span.stage, span.resource), name) if span else ("dispatch", "")
+        pieces: list[Wait] = []
+        seen = {name}
+        at, task = end, span
+        while at > begin:
+            before = self._find(task.waited_for) if task else None
+            if before is None or before.task in seen:
+                stage = task.waited_for.partition("[")[0] if task else ""
+                if task and stage and before is None:
+                    # It left no span: the rest of the interval is charged to it, on the resource of its stage.
+                    cause, by = self._cause(stage, self.placed.get(stage, stage)), task.waited_for
+                pieces.append(Wait(begin, at, cause, name, by))
+                break
+            seen.add(before.task)
+            done = min(max(before.end, begin), at)
+            if done < at:
+                pieces.append(Wait(done, at, cause, name, by))
+            at, task, cause, by = done, before, self._cause(before.stage, before.resource), before.task
+        merged: list[Wait] = []
+        for piece in reversed(pieces):
+            # Consecutive pieces of one cause are one wait, charged to the task that ended it. But waits for the rewards
+            # of two agents are apart, so that each is charged to its own.
+            if merged and merged[-1].cause == piece.cause and self._may_join(merged[-1], piece):
+                merged[-1] = replace(piece, begin=merged[-1].begin)
+            else:
+                merged.append(piece)
+        return merged
 
-
-def _may_join(one: Wait, other: Wait, collects: Collection[str]) -> bool:
-    stages = {wait.by.partition("[")[0] for wait in (one, other)}
-    return len(stages) == 1 or (one.cause != agents.cause_of(agents.MAIN) and stages.isdisjoint(collects))
+    def _may_join(self, one: Wait, other: Wait) -> bool:
+        stages = {wait.by.partition("[")[0] for wait in (one, other)}
+        return len(stages) == 1 or (one.cause != agents.cause_of(agents.MAIN) and stages.isdisjoint(self.collects))
 
 
 def pool_waits(

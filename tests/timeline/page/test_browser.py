@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from dataflow.samples.page import page as samples_page
 from dataflow.timeline.causes.culprits import linked
-from dataflow.timeline.page.html import page
+from dataflow.timeline.page.page import page
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs import chromium
 from tests.rigs.made_up import made_up
@@ -26,8 +25,7 @@ if importlib.util.find_spec("playwright") is None:
     pytest.skip("no playwright: install the extra 'dev'", allow_module_level=True)
 
 EVIL = "<img src=x onerror=alert(1)>"
-WAIT_MS = 20_000
-SHOWN_SPANS = "timeline.model('spans-shown').indices"
+RANGE = "[timeline.view.from, timeline.view.to]"
 
 Open = Callable[..., Any]
 
@@ -58,7 +56,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
         context = browser.new_context(color_scheme=scheme, viewport={"width": wide, "height": 900})
         contexts.append(context)
         tab = context.new_page()
-        tab.set_default_timeout(WAIT_MS)
+        tab.set_default_timeout(20_000)
         tab.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
         tab.on("pageerror", lambda error: said.append(f"error: {error}"))
         tab.on("request", lambda request: asked.append(request.url))
@@ -69,77 +67,56 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     yield show
     for context in contexts:
         context.close()
-    assert [s for s in said if s.startswith(("error", "warning"))] == []
-    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
-def data(tab: Any, name: str, column: str) -> list[Any]:
-    """A column of a source, as the browser has it."""
-    return list(tab.evaluate("([n, c]) => Array.from(timeline.columns(n)[c])", [name, column]))
-
-
-def shown(tab: Any, name: str) -> int:
-    """How many of a source's rows the filters let through."""
-    count: int = tab.evaluate(
-        "n => (timeline.model(n + '-shown').indices ?? timeline.model(n).data.begin ?? []).length", name
-    )
-    return count
-
-
-def spot(tab: Any, x: float, y: float) -> tuple[float, float]:
-    """Where on the screen a second and a pixel of the chart are."""
-    at = tab.evaluate(
-        """([x, y]) => {
-          const view = Bokeh.index.find_one_by_id(timeline.model("chart").id)
-          const box = view.el.getBoundingClientRect()
-          return [box.x + view.frame.x_scale.compute(x), box.y + view.frame.y_scale.compute(y)]
+def point_at(tab: Any, layer: str, row: int = 0) -> str:
+    """Points at the middle of what a layer has; returns its tooltip."""
+    x, y = tab.evaluate(
+        """([layer, row]) => {
+          const { x, y, top, bottom } = timeline.data[layer][row]
+          const box = document.getElementById("chart").getBoundingClientRect()
+          return Array.isArray(x) ? [box.x + timeline.place((x[0] + x[1]) / 2), box.y + (y[0] + y[1]) / 2]
+            : [box.x + timeline.place(x), box.y + (top + bottom) / 2]
         }""",
-        [x, y],
+        [layer, row],
     )
-    return at[0], at[1]
-
-
-def point_at(tab: Any, name: str, row: int, column: str = "begin") -> str:
-    """Points at the middle of a bar; returns its tooltip."""
-    begin, end = data(tab, name, "begin")[row], data(tab, name, "end")[row]
-    if name == "requests":
-        y = data(tab, name, "y")[row]
-    else:
-        y = (data(tab, name, "top")[row] + data(tab, name, "bottom")[row]) / 2
-    x, y = spot(tab, (begin + end) / 2, y)
     tab.mouse.move(x - 2, y)
     tab.mouse.move(x, y)
-    tips = tab.locator(".bk-tooltip-content:visible")
-    tips.first.locator("b").wait_for()
-    return "\n\n".join(tips.all_inner_texts())
+    return str(tab.locator("#tip:visible").inner_text())
+
+
+def row_of(tab: Any, layer: str, name: str, value: str) -> int:
+    row: int = tab.evaluate("([l, n, v]) => timeline.data[l].findIndex((item) => item[n] === v)", [layer, name, value])
+    return row
 
 
 def until(tab: Any, condition: str) -> None:
-    tab.wait_for_function(condition, timeout=WAIT_MS)
+    tab.wait_for_function(condition)
 
 
-def test_pointing_at_a_task_a_wait_or_a_request_says_what_is_known(opened: Open) -> None:
-    trace = run()
-    tab = opened(trace)
-    update = next(i for i, s in enumerate(trace.spans) if s.task == "actor_update[2.1]")
-    shown_text = point_at(tab, "spans", data(tab, "spans", "begin").index(trace.spans[update].begin))
+def test_pointing_says_what_is_known_as_text_and_shows_what_led_there(opened: Open) -> None:
+    tab = opened(run(), title=EVIL)
+    assert tab.evaluate("timeline.seen.arrows.length") == 0
+    told = point_at(tab, "bars", row_of(tab, "bars", "task", "actor_update[2.1]"))
     for word in ("actor_update[2.1]", "took", "began", "weights version", "staleness", "advantage[2.1]"):
-        assert word in shown_text
-    rewards = data(tab, "waits", "cause").index("rewards")
-    shown_text = point_at(tab, "waits", rewards)
-    assert "gpu waits for rewards" in shown_text
-    assert "step" in shown_text
-    assert "group" in shown_text
-    shown_text = point_at(tab, "requests", 0)
-    assert "slowest request: step 1, group" in shown_text
-    assert "led to" in shown_text
-
-
-def test_the_chart_comes_before_its_buttons(opened: Open) -> None:
-    tab = opened(run())
-    top = "n => Bokeh.index.find_one_by_id(timeline.model(n).id).el.getBoundingClientRect().y"
-    tops = [tab.evaluate(top, name) for name in ("chart", "stages", "shown")]
-    assert tops == sorted(tops)
+        assert word in told
+    until(tab, "timeline.seen.arrows.length === 1 && timeline.seen.arrows[0].task === 'actor_update[2.1]'")
+    told = point_at(tab, "waits", row_of(tab, "waits", "cause", "rewards"))
+    assert told.startswith("gpu waits for rewards")
+    assert "group" in told
+    told = point_at(tab, "requests")
+    assert told.startswith("slowest request: step 1, group")
+    assert "led to" in told
+    assert "opens its text" not in told
+    tab.mouse.click(2, 2)
+    until(tab, "timeline.seen.arrows.length === 0")
+    told = point_at(tab, "bars", row_of(tab, "bars", "stage", EVIL))
+    assert told.startswith(f"{EVIL}[2]")
+    assert "<b>bold</b>" in told
+    assert tab.locator("img").count() == 0
+    assert tab.locator("h1").inner_text() == EVIL
 
 
 def test_a_click_on_a_slow_group_opens_its_text(opened: Open, tmp_path: Path) -> None:
@@ -150,15 +127,14 @@ def test_a_click_on_a_slow_group_opens_its_text(opened: Open, tmp_path: Path) ->
     ]
     samples_page(rows, tmp_path / "samples.html", "run")
     tab = opened({"both": trace}, facts={"both": {"samples": "samples.html"}})
-    assert "opens its text" in point_at(tab, "requests", 0)
-    step, group = data(tab, "requests", "step")[0], data(tab, "requests", "group")[0]
+    assert "opens its text" in point_at(tab, "requests")
     with tab.expect_popup() as popup:
         tab.mouse.down()
         tab.mouse.up()
     text = popup.value
     text.wait_for_load_state()
-    assert text.url.endswith(f"samples.html#step-{step}-group-{group}")
-    assert f"said {step}.{group}" in text.locator("tr.whole").inner_text()
+    assert text.url.endswith(tab.evaluate("timeline.data.requests[0].address"))
+    assert "said 1." in text.locator("tr.whole").inner_text()
     link = tab.locator("a.text").last
     link.click()  # the same tab shows it
     text.wait_for_url("**/" + str(link.get_attribute("href")))
@@ -168,212 +144,103 @@ def test_a_click_on_a_slow_group_opens_its_text(opened: Open, tmp_path: Path) ->
     text.get_by_text("Step 99, group 1 is not on this page").wait_for()
 
 
-def test_a_page_without_samples_opens_nothing(opened: Open) -> None:
-    tab = opened(run())
-    assert "opens its text" not in point_at(tab, "requests", 0)
-    tab.mouse.down()
-    tab.mouse.up()
-    assert tab.locator("a.text").count() == 0
-    assert len(tab.context.pages) == 1
-
-
-def test_names_from_a_trace_are_text(opened: Open) -> None:
-    tab = opened({EVIL: run(), "$$x^2$$": run()}, title=EVIL)
-    own = data(tab, "spans", "stage").index(run().stages.index(EVIL))
-    shown_text = point_at(tab, "spans", own)
-    assert f"{EVIL}[2]" in shown_text
-    assert "<b>bold</b>" in shown_text
-    assert tab.locator("img").count() == 0
-    assert tab.locator("h1").inner_text() == EVIL
-
-
-def test_steps_and_stages_are_filtered(opened: Open) -> None:
+def test_steps_stages_and_layers_are_chosen(opened: Open) -> None:
     trace = run()
     tab = opened(trace)
-    tab.evaluate("timeline.model('steps-range').value = [2, 2]")
-    assert shown(tab, "spans") == sum(s.step == 2 for s in trace.spans)
-    begin, end = tab.evaluate("[timeline.model('seconds-range').start, timeline.model('seconds-range').end]")
+    tab.locator("#first").fill("2")
+    tab.locator("#last").fill("2")
+    tab.locator("#last").blur()
     of = [s for s in trace.spans if s.step == 2]
-    assert begin <= min(s.begin for s in of)
-    assert end >= max(s.end for s in of)
-    assert end - begin < trace.wall * 0.9
-    tab.evaluate("timeline.model('steps-range').value = [1, 3]")
-    tab.get_by_text("actor_update", exact=True).first.click()
-    until(
-        tab, f"timeline.model('spans-shown').indices.length === {sum(s.stage != 'actor_update' for s in trace.spans)}"
-    )
-    tab.get_by_text("actor_update", exact=True).first.click()
-    until(tab, f"timeline.model('spans-shown').indices.length === {len(trace.spans)}")
+    until(tab, f"timeline.seen.bars.length === {len(of)}")
+    begin, end = tab.evaluate(RANGE)
+    assert begin <= min(s.begin for s in of) < max(s.end for s in of) <= end < trace.wall
+    tab.locator("#first").fill("1")
+    tab.locator("#last").fill("3")
+    tab.locator("#last").blur()
+    tab.get_by_label("actor_update", exact=True).uncheck()
+    until(tab, f"timeline.seen.bars.length === {sum(s.stage != 'actor_update' for s in trace.spans)}")
+    tab.get_by_label("actor_update", exact=True).check()
+    tab.locator("button.go").first.click()
+    until(tab, "timeline.seen.gaps.length > 0")
+    causes = set(tab.evaluate("timeline.data.causes"))
+    assert {words.split()[0] for words in tab.evaluate("timeline.seen.gaps")} <= causes
+    tab.get_by_role("checkbox", name="exposed waits").uncheck()
+    until(tab, "timeline.seen.waits.length === 0")
+    tab.keyboard.press("0")
+    tab.get_by_label("all arrows").check()
+    until(tab, "timeline.seen.arrows.length > 1")
+    before = tab.locator("#chart").screenshot()
+    tab.get_by_label("critical path").check()
+    until(tab, "timeline.chosen.layers.has('critical path')")
+    assert tab.locator("#chart").screenshot() != before
+    assert tab.evaluate("[timeline.data.path[0].task, timeline.data.path.at(-1).task]") == [
+        "rollout[1]",
+        "sync_weights[3]",
+    ]
 
 
-def test_the_critical_path_can_be_switched_on(opened: Open) -> None:
-    tab = opened(run())
-    assert tab.evaluate("timeline.model('path-span').visible") is False
-    tab.get_by_text("critical path", exact=True).first.click()
-    until(tab, "timeline.model('path-span').visible")
-    assert tab.evaluate("timeline.model('span-glyph').fill_alpha") != 1
-    names = data(tab, "path", "task")
-    assert names[0] == "rollout[1]"
-    assert names[-1] == "sync_weights[3]"
-    tab.get_by_text("exposed waits", exact=True).first.click()
-    until(tab, "!timeline.model('wait').visible")
-
-
-def test_labels_come_as_one_zooms_in_and_the_range_is_kept_in_bounds(opened: Open) -> None:
-    tab = opened(made_up(60))
-    before = data(tab, "labels", "text")
-    x, y = spot(tab, 40.0, 60.0)
-    tab.mouse.move(x, y)
+def test_wheel_keys_and_buttons_zoom_and_move_a_long_run(opened: Open) -> None:
+    tab = opened(made_up(589))
+    whole = tab.evaluate(RANGE)
+    assert tab.evaluate("timeline.seen.bars.length") == tab.evaluate("timeline.data.bars.length")
+    tab.locator("#chart").hover()
     for _ in range(12):
         tab.mouse.wheel(0, -300)
-    until(tab, "timeline.model('seconds-range').end - timeline.model('seconds-range').start < 40")
-    until(tab, "timeline.model('labels').data.text.some((t) => t.includes('.'))")
-    after = data(tab, "labels", "text")
-    assert set(after) - set(before)
-    wide = "timeline.model('seconds-range').end - timeline.model('seconds-range').start"
-    narrow = tab.evaluate(wide)
-    tab.locator("button.go").first.click()
-    until(tab, f"{wide} !== {narrow}")
-
-
-def test_light_and_dark_look_different(opened: Open) -> None:
-    looks = {}
-    for scheme in ("light", "dark"):
-        tab = opened(run(), scheme)
-        shot = tab.screenshot()
-        looks[scheme] = (
-            hashlib.sha256(shot).hexdigest(),
-            tab.evaluate("getComputedStyle(document.body).backgroundColor"),
-        )
-    assert looks["light"][0] != looks["dark"][0]
-    assert looks["light"][1] == "rgb(255, 255, 255)"
-    assert looks["dark"][1] != "rgb(255, 255, 255)"
-
-
-def test_a_long_run_opens_and_answers(opened: Open) -> None:
-    trace = made_up(589)
-    tab = opened(trace)
-    assert shown(tab, "spans") == len(trace.spans)
-    assert len(data(tab, "labels", "text")) < 2000
-    tab.evaluate("timeline.model('steps-range').value = [100, 102]")
-    until(tab, "timeline.model('labels').data.text.includes('101.1')")
-    tab.evaluate("timeline.model('steps-range').value = [1, 589]")
-    until(tab, f"timeline.model('spans-shown').indices.length === {len(trace.spans)}")
-    tab.evaluate("timeline.model('seconds-range').setv({start: 300, end: 310})")
-    until(tab, "timeline.model('spans-shown').indices.length < 300")  # no more bars than near those that one sees
-    begin, end, kept = data(tab, "spans", "begin"), data(tab, "spans", "end"), set(tab.evaluate(SHOWN_SPANS))
-    assert kept >= {i for i in range(len(begin)) if begin[i] < 310 and end[i] > 300}
+    until(tab, "timeline.view.to - timeline.view.from < 20")
+    until(tab, "timeline.seen.labels.some((label) => label.includes('.'))")
+    near, far = tab.evaluate(RANGE)
+    tab.mouse.down()
+    tab.mouse.move(500, 200)
+    tab.mouse.up()
+    assert tab.evaluate(RANGE) != [near, far]
     tab.keyboard.press("0")
-    until(tab, f"timeline.model('spans-shown').indices.length === {len(trace.spans)}")
-
-
-def test_several_runs_stand_below_each_other(opened: Open) -> None:
-    runs = {"baseline": made_up(4), "both": made_up(4, seed=5), "predicted": made_up(4, seed=6)}
-    tab = opened(runs, facts={"both": {"accuracy_before": 0.1, "accuracy_after": 0.9}})
-    table = tab.locator(".compared table").inner_text()
-    for word in ("baseline", "both", "predicted", "0.100 → 0.900", "%"):
-        assert word in table
-    assert tab.locator("section.panel").count() == 3
-    shown_text = point_at(tab, "spans", next(i for i, r in enumerate(data(tab, "spans", "run")) if r == 1))
-    assert "both: rollout[1]" in shown_text
-
-
-def test_a_downtime_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> None:
-    tab = opened({"plain": resumed(killed=False), "resumed": resumed()})
-    words = "not running 3 h 12 min, resumed from step 2"
-    assert tab.evaluate("timeline.model('cuts').data.text") == [words]
-    assert tab.evaluate("timeline.model('seconds-range').end") < 40
-    (top,), (bottom,) = data(tab, "downtimes", "top"), data(tab, "downtimes", "bottom")
-    tab.mouse.move(*spot(tab, 26, (top + bottom) / 2))
-    tab.get_by_text(words).first.wait_for()
-    tab.get_by_text(WHY).first.wait_for()
-
-
-INNERMOST = (
-    "((on) => { while (on.shadowRoot?.activeElement) on = on.shadowRoot.activeElement; return on })"
-    "(document.activeElement)"
-)
-"""What has the focus, in whichever shadow tree."""
-RANGE = "[timeline.model('seconds-range').start, timeline.model('seconds-range').end]"
-
-
-def test_keys_steer_the_chart_and_tab_reaches_the_switches(opened: Open) -> None:
-    tab = opened(made_up(6, requests=2))
-    begin, end = tab.evaluate(RANGE)
+    assert tab.evaluate(RANGE) == whole
+    tab.mouse.move(2, 2)
     tab.keyboard.press("w")
     tab.keyboard.press("w")
     near, far = tab.evaluate(RANGE)
-    assert far - near == pytest.approx((end - begin) * 0.75**2)
+    assert far - near == pytest.approx(whole[1] * 0.75**2)
     tab.keyboard.press("ArrowRight")
     assert tab.evaluate(RANGE)[0] > near
     tab.keyboard.press("a")
     assert tab.evaluate(RANGE)[0] == pytest.approx(near)
-    tab.keyboard.press("s")
-    tab.keyboard.press("0")
-    assert tab.evaluate(RANGE) == [begin, end]
-    assert tab.locator("#keys").is_hidden()
     tab.keyboard.press("?")
     tab.get_by_text("zoom in and out").wait_for()
     tab.keyboard.press("w")  # the dialog has the keys
     tab.keyboard.press("Escape")
     assert tab.locator("#keys").is_hidden()
-    assert tab.evaluate(RANGE) == [begin, end]
-    tab.keyboard.press("Tab")
-    for _ in range(40):
-        if tab.evaluate(f"{INNERMOST}.textContent") == "critical path":
-            break
-        tab.keyboard.press("Tab")
-    assert tab.evaluate(f"{INNERMOST}.getAttribute('aria-pressed')") == "false"
-    tab.keyboard.press("Space")
-    until(tab, "timeline.model('path-span').visible")
-    assert tab.evaluate(f"{INNERMOST}.getAttribute('aria-pressed')") == "true"
+    assert tab.evaluate(RANGE)[0] == pytest.approx(near)
+    tab.locator("button.go").first.click()
+    until(tab, "timeline.view.to - timeline.view.from < 20")
+    box = tab.locator("#overview").bounding_box()
+    for act, x in ((tab.mouse.move, 0.5), (tab.mouse.down, None), (tab.mouse.move, 0.7), (tab.mouse.up, None)):
+        act() if x is None else act(box["x"] + x * box["width"], box["y"] + 5)
+    begin, end = tab.evaluate(RANGE)
+    assert 0.1 * whole[1] < end - begin < 0.3 * whole[1]
 
 
-def test_arrows_are_those_of_what_is_pointed_at_and_stay_inside_the_plot(opened: Open) -> None:
-    trace = made_up(6, requests=2)
-    tab = opened(trace)
-    arrows = "timeline.model('leads-shown').indices"
-    assert tab.evaluate(arrows) == []
-    point_at(tab, "requests", 0)
-    until(tab, f"{arrows}.length === 1")
-    led = data(tab, "requests", "task")[0]
-    begin = next(span.begin for span in trace.spans if span.task == led)
-    point_at(tab, "spans", data(tab, "spans", "begin").index(begin))
-    until(tab, f"{arrows}.length === 1 && timeline.columns('requests').task[{arrows}[0]] === '{led}'")
-    tab.mouse.move(2, 2)
-    until(tab, f"{arrows}.length === 0")
-    tab.evaluate("timeline.model('seconds-range').setv({start: 6, end: 7})")
-    tab.evaluate("timeline.model('chart').toolbar.tools.forEach((tool) => { tool.active = false })")
-    left, top = spot(tab, 6, 0)
-    right, bottom = spot(tab, 7, tab.evaluate("timeline.model('pixels-range').start"))
-    wide = tab.evaluate("innerWidth")
-
-    def beside() -> list[bytes]:
-        tab.wait_for_timeout(200)  # two frames, on a busy machine
-        sides = ((0, left - 2), (right + 2, wide - right - 2))
-        return [tab.screenshot(clip={"x": x, "y": top, "width": w, "height": bottom - top}) for x, w in sides]
-
-    before = beside()
-    tab.get_by_text("all arrows", exact=True).first.click()
-    until(tab, f"{arrows}.length > 1")
-    tab.mouse.move(2, 2)
-    assert beside() == before
+def test_light_and_dark_look_different(opened: Open) -> None:
+    shots = [opened(run(), scheme).screenshot() for scheme in ("light", "dark")]
+    assert shots[0] != shots[1]
 
 
-def test_gaps_name_their_cause_and_a_narrow_screen_needs_no_scrolling(opened: Open) -> None:
-    tab = opened({"a": run(), "b": run()}, wide=480)
+def test_several_runs_stand_below_each_other_on_a_narrow_screen_too(opened: Open) -> None:
+    runs = {"baseline": made_up(4), "both": made_up(4, seed=5), "predicted": made_up(4, seed=6)}
+    tab = opened(runs, wide=480, facts={"both": {"accuracy_before": 0.1, "accuracy_after": 0.9}})
+    table = tab.locator(".compared table").inner_text()
+    for word in ("baseline", "both", "predicted", "0.10 -> 0.90", "%"):
+        assert word in table
+    assert tab.locator("section.panel").count() == 3
     assert tab.evaluate("document.documentElement.scrollWidth") <= 480
-    wide, box, shades = tab.locator(".compared .scroll").evaluate(
-        "(box) => [box.scrollWidth, box.clientWidth,"
-        " getComputedStyle(box).backgroundImage.split('linear-gradient').length]"
-    )
-    assert wide > box, "the table scrolls in its box, whose sides are shaded"
-    assert shades == 5
-    longest = max(zip(data(tab, "waits", "begin"), data(tab, "waits", "end"), strict=True), key=lambda w: w[1] - w[0])
-    tab.evaluate("([start, end]) => timeline.model('seconds-range').setv({start, end})", list(longest))
-    until(tab, "timeline.model('gaps').data.text.length > 0")
-    waits = set(data(tab, "waits", "cause"))
-    assert {text.split()[0] for text in tab.evaluate("timeline.model('gaps').data.text")} <= waits
-    assert tab.locator(".legend").inner_text().split("\n")[0].startswith("waits for")
-    tab.get_by_text("exposed waits", exact=True).first.click()
-    until(tab, "timeline.model('gaps').data.text.length === 0")
+    told = point_at(tab, "bars", row_of(tab, "bars", "task", "both: rollout[1]"))
+    assert told.startswith("both: rollout[1]")
+
+
+def test_a_downtime_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> None:
+    tab = opened({"plain": resumed(killed=False), "resumed": resumed()})
+    words = "not running 3 h 12 min, resumed from step 2"
+    assert tab.evaluate("timeline.seen.cuts") == [words]
+    assert tab.evaluate("timeline.view.to") < 40
+    told = point_at(tab, "cuts")
+    assert told.startswith(f"resumed: {words}")
+    assert WHY in told

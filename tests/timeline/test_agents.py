@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dataflow.timeline import perfetto
-from dataflow.timeline.page.tracks import sheet
+from dataflow.timeline.agents import servers_of
+from dataflow.timeline.page.chart import chart
 from dataflow.timeline.picture import draw
-from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.text import gantt
 
@@ -48,12 +48,11 @@ judge.example/v1            ██████
 
 
 def test_servers_are_named_by_their_address() -> None:
-    found = servers_of(trace())
-    assert [(s.name, s.agent, len(s.marks)) for s in found] == [
-        ("127.0.0.1:8001", "reward", 4),
-        ("127.0.0.1:8002", "reward", 2),
-        ("judge.example/v1", "style", 1),
-    ]
+    assert {name: len(marks) for name, marks in servers_of(trace()).items()} == {
+        "127.0.0.1:8001": 4,
+        "127.0.0.1:8002": 2,
+        "judge.example/v1": 1,
+    }
 
 
 @pytest.mark.slow
@@ -64,30 +63,16 @@ def test_the_picture_has_a_row_for_each_server(tmp_path: Path) -> None:
     assert all(f">{name}<" in text for name in ("127.0.0.1:8001", "127.0.0.1:8002", "judge.example/v1"))
 
 
-def test_a_run_without_endpoints_has_no_servers() -> None:
-    bare = trace()
-    bare.marks = [Mark(m.name, m.resource, m.begin, m.end, {"step": 1}) for m in bare.marks]
-    bare.levels = []
-    assert servers_of(bare) == []
-    assert "127.0.0.1:8001" not in gantt(bare)
-
-
 def test_golden_text() -> None:
     drawn = gantt(trace(), 70)
     assert drawn.startswith(GOLDEN.lstrip()), drawn
 
 
 def test_servers_have_rows_on_the_page() -> None:
-    made = sheet({"run": trace()})
-    assert [row.name for row in made.rows] == [
-        "gpu",
-        "reward",
-        "style",
-        "127.0.0.1:8001",
-        "127.0.0.1:8002",
-        "judge.example/v1",
-    ]
-    assert made.most == [3, 1, 3, 1, 1]
+    made = chart({"run": trace()}, {})
+    names = ["gpu", "reward", "style", "127.0.0.1:8001", "127.0.0.1:8002", "judge.example/v1"]
+    assert [row["name"] for row in made["rows"]] == names
+    assert [band["most"] for band in made["bands"]] == [3, 1, 3, 1, 1]
 
 
 def test_servers_have_counters_in_perfetto(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from dataflow.timeline.page.critical import critical_path
+from dataflow.timeline.causes.critical import critical_path
 from dataflow.timeline.spans import Trace
 from tests.timeline.causes.test_attribution import step, task, traces
 

@@ -1,0 +1,209 @@
+"""The page is one complete file, the same each time; test_browser tests its behaviour."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.errors import DataError
+from dataflow.timeline.causes.culprits import last_requests, linked
+from dataflow.timeline.page.chart import chart, step_ends, versions
+from dataflow.timeline.page.page import page
+from dataflow.timeline.spans import Mark, Span, Trace
+from tests.rigs.made_up import made_up
+from tests.timeline.causes.test_culprits import two_parts
+
+EVIL = "<script>alert('x')</script>"
+
+
+class Page(HTMLParser):
+    """What of a page a browser would load or read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.data: dict[str, Any] = {}
+        self.words = ""
+        self._in: tuple[str, dict[str, str | None]] = ("", {})
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        facts = dict(attrs)
+        self._in = (tag, facts)
+        self.loads += [to for name in ("src", "href") if (to := facts.get(name)) and not to.startswith("data:")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ("", {})
+
+    def handle_data(self, data: str) -> None:
+        tag, facts = self._in
+        if facts.get("type") == "application/json":
+            self.data = json.loads(data)
+        elif tag not in ("script", "style"):
+            self.words += data
+
+
+def written(tmp_path: Path, traces: Any, **more: Any) -> Page:
+    page(traces, tmp_path / "run.html", **more)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.html"]
+    return Page(tmp_path / "run.html")
+
+
+def test_a_page_holds_all_it_needs_and_says_how_the_run_went(tmp_path: Path) -> None:
+    found = written(tmp_path, made_up(6))
+    assert found.loads == []
+    for word in ("6 steps in", "a step", "gpu busy", "lower bound", "reward requests", "longest waits", "rewards"):
+        assert word in found.words
+    assert "interrupted" not in found.words
+    before = (tmp_path / "run.html").read_bytes()
+    written(tmp_path, made_up(6))
+    assert (tmp_path / "run.html").read_bytes() == before
+
+
+def test_slow_groups_link_to_their_text(tmp_path: Path) -> None:
+    trace = made_up(6)
+    address = 'samples.html?a="b'
+    found = written(tmp_path, trace, facts={"both": {"samples": address}})
+    assert found.loads
+    drawn = {request["address"] for request in found.data["requests"]}
+    places = {f"{address}#step-{step}-group-{group}" for step, group in linked(trace)}
+    assert set(found.loads) <= drawn <= places
+
+
+def test_ten_thousand_tasks_stay_under_six_megabytes(tmp_path: Path) -> None:
+    page(made_up(589), tmp_path / "long.html")
+    assert (tmp_path / "long.html").stat().st_size < 6_000_000
+
+
+def test_names_from_a_trace_are_shown_and_never_run(tmp_path: Path) -> None:
+    trace = two_parts()
+    trace.add(Span(EVIL, 1, 0, 1, EVIL, 0, 3, {EVIL: EVIL, "samples": 8}, EVIL))
+    trace.meta |= {"policy": EVIL, "status": EVIL, "cut": EVIL, "order": EVIL}
+    found = written(tmp_path, {EVIL: trace, "</script>": trace}, title=EVIL)
+    assert "<script>alert" not in (tmp_path / "run.html").read_text()
+    assert EVIL in found.words
+    assert [run["name"] for run in found.data["runs"]] == [EVIL, "</script>"]
+    assert EVIL in found.data["stages"]
+
+
+def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path: Path) -> None:
+    for given, name, said in (
+        (Trace(meta={"policy": "both"}), "run.html", "run 'both' has no task"),
+        ({}, "run.html", "no run to show"),
+        (two_parts(), "run.pdf", r"give a name in \.html"),
+    ):
+        with pytest.raises(DataError, match=said):
+            page(given, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_runs_are_compared_with_the_first(tmp_path: Path) -> None:
+    runs = {"baseline": made_up(4), "both": made_up(4, seed=3)}
+    found = written(tmp_path, runs, facts={"baseline": {"accuracy_before": 0.125, "accuracy_after": 0.75}})
+    assert f"{runs['both'].wall / runs['baseline'].wall - 1:+.1%}" in found.words
+    assert "0.12 -> 0.75" in found.words
+    assert re.search(r"fastest: (baseline|both)", found.words)
+    below = found.data["runs"][1]["y"]
+    assert all((bar["y"][1] < below) != bar["task"].startswith("both: ") for bar in found.data["bars"])
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        ({"status": "interrupted"}, "was interrupted"),
+        ({"status": "failed"}, "failed"),
+        ({"status": "running"}, "not ended"),
+        ({"status": "cut off", "cut": "cut off after 3 s <of 9>"}, "Cut off after 3 s <of 9>."),
+    ],
+)
+def test_a_run_that_did_not_finish_says_so(tmp_path: Path, meta: dict[str, Any], said: str) -> None:
+    trace = made_up(2)
+    trace.meta |= meta
+    assert said in written(tmp_path, trace).words
+
+
+# --- what is drawn ------------------------------------------------------------------------------------------------
+
+
+def test_gaps_and_requests_say_who_they_were_for() -> None:
+    drawn = chart({"run": two_parts()}, {})
+    wait = drawn["waits"][0]
+    assert (wait["x"], wait["cause"], wait["task"]) == ([6, 11], "rewards", "actor_update[1.2]")
+    assert "came last\tstep 1, group 5, 3 tries, throttled 2 times, queued 1.2 s" in wait["tip"]
+    assert {"rewards"} == set(drawn["causes"])
+    requests = [(r["x"], r["to"][0], r["task"]) for r in drawn["requests"]]
+    assert requests == [([1, 4], 4, "actor_update[1.1]"), ([1, 11], 11, "actor_update[1.2]")]
+
+
+def test_the_last_request_is_led_to_its_update_even_if_nobody_waited() -> None:
+    trace = Trace(meta={"resources": {"gpu": 1, "reward": None}})
+    trace.add(
+        Span("rollout", 1, 0, 1, "gpu", 0, 8),
+        Span("reward_collect", 1, 0, 1, "reward", 1, 3, {}, "rollout[1]"),
+        Span("actor_update", 1, 0, 2, "gpu", 8, 9, {}, "rollout[1]"),
+        Span("actor_update", 1, 1, 2, "gpu", 9, 10, {}, "actor_update[1.1]"),
+        Mark("reward", "reward", 1, 2, {"step": 1, "group": 0}),
+        Mark("reward", "reward", 1, 3, {"step": 1, "group": 1}),
+        Mark("reward", "reward", 1, 30, {"step": 1, "group": 1, "validation": True}),
+    )
+    (request,) = chart({"run": trace}, {})["requests"]
+    assert (request["x"][1], request["task"], request["to"][0]) == (3, "actor_update[1.1]", 8)
+    assert list(last_requests(trace.marks)) == [(1, -1)]
+
+
+def test_tasks_that_overlap_have_lanes_of_their_own() -> None:
+    trace = Trace()
+    trace.add(Span("a", 1, 0, 1, "io", 0, 4), Span("a", 2, 0, 1, "io", 1, 2), Span("b", 2, 0, 1, "gpu", 0, 1))
+    first, second, _ = (bar["y"] for bar in chart({"run": trace}, {})["bars"])
+    assert first[1] <= second[0]
+
+
+def test_facts_of_a_task() -> None:
+    bars = chart({"run": made_up(4)}, {})["bars"]
+    update = next(bar["tip"] for bar in bars if bar["task"] == "actor_update[3.1]")
+    assert "\nweights version\t1\nstaleness\t1\nwaited for\tadvantage[3.1]" in update
+    own = Span("mine", 1, 0, 1, "io", 0, 1, {"note": "two\nlines", "long": "x" * 500, "score": 0.123456789})
+    *_, note, long, score = chart({"run": Trace([own])}, {})["bars"][0]["tip"].split("\n")
+    assert (note, score) == ("note\ttwo lines", "score\t0.123457")
+    assert len(long) < 100
+
+
+def test_staleness_is_of_the_samples_an_update_trains_on() -> None:
+    trace = Trace()
+    trace.add(
+        Span("rollout", 3, 0, 1, "gpu", 0, 1, {"weights_version": 1}),
+        Span("actor_update", 3, 0, 1, "gpu", 1, 2),
+        Span("actor_update", 4, 0, 1, "gpu", 2, 3, {"staleness": 2}),
+        Span("val_rollout", 3, 0, 1, "gpu", 3, 4, {"weights_version": 0, "optional": True}),
+        Span("sync_weights", 3, 0, 1, "gpu", 4, 5, {"weights_version": 3}),
+    )
+    assert [stale for _, stale in versions(trace).values()] == [1, 1, 2, None, None]
+
+
+def test_steps_end_with_their_last_update_and_a_step_that_was_cut_off_does_not() -> None:
+    trace = made_up(3)
+    ends = {n: max(s.end for s in trace.spans if s.stage == "actor_update" and s.step == n) for n in (1, 2, 3)}
+    assert step_ends(trace) == ends
+    trace.spans.remove(max(trace.spans, key=lambda s: (s.step, s.stage == "actor_update", s.part)))
+    trace.meta["status"] = "interrupted"
+    assert list(step_ends(trace)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        Trace([Span("rollout", 1, 0, 1, "gpu", 0, 0)]),
+        Trace([Span("rollout", 1, 0, 1, "sandbox", 0, 1)], [Mark("reward", "reward", 0, 1)]),
+        Trace([Span("val_rollout", 0, 0, 1, "gpu", 0, 1, {"optional": True})], meta={"status": "interrupted"}),
+        Trace([Span("rollout", 1, 0, 1, "gpu", 0, 1, {"emitted_s": [0.5]})], [Mark("r", "gpu", 0, 1, {"step": "x"})]),
+    ],
+)
+def test_odd_runs_are_shown_too(tmp_path: Path, trace: Trace) -> None:
+    page(trace, tmp_path / "run.html")
+    assert (tmp_path / "run.html").stat().st_size > 10_000
