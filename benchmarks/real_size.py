@@ -140,7 +140,7 @@ async def measure(options: argparse.Namespace, samples: str) -> dict[str, Any]:
     """Runs the steps; returns the exposed time of each but the first, by cause, and bytes and memory by process."""
     pipeline = pipeline_of(options, samples)
     graph = expand(pipeline, preset(options.policy, 4), options.steps, 4, groups=options.prompts)
-    executor = Counting(num_cpus=4, imports=["torch"])
+    executor = Counting(num_cpus=4)
     trace = Trace()
     driver: list[float] = []
     given = prompts(options.prompts, PROMPT)

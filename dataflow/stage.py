@@ -216,7 +216,6 @@ class Stage:
     """Services and options bound to its keyword parameters, by parameter."""
     accepts: tuple[str, ...] = ()
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
-    imports: tuple[str, ...] = ()
     replays: bool = False
 
     @property
@@ -360,11 +359,6 @@ class Stage:
             found.append(f"in {self.host.name}" + (f" x{self.host.ranks}" if self.host.ranks > 1 else ""))
         return found
 
-    def load(self) -> None:
-        """Imports the function's modules in the process that runs it."""
-        for module in self.imports:
-            importlib.import_module(module)
-
     def unbound(self) -> list[str]:
         """Returns the required keyword parameters that are not bound."""
         parameters = inspect.signature(self.fn).parameters
@@ -390,7 +384,6 @@ def stage(
     every: int | None = None,
     ahead_of: str | None = None,
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
-    imports: Sequence[str] = (),
     replays: bool = False,
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Turns a function into a stage: parameters before ``*`` are fields, after ``*`` services and options.
@@ -417,7 +410,6 @@ def stage(
         ahead_of: another stage with the same ``every``; this one runs in the max_staleness steps after each step of the
             other, which waits for it: these steps are sampled before the other's step is synced (keep_samples).
         whole_batch: called with the bound options; returns why the stage needs all groups at once, or None.
-        imports: modules that its process imports before the run, so that the first call is not slow.
         replays: keeps in its service's memory the groups it reads, for a later stage of that service to return
             (reward_request), or the state it writes (sync_weights); if the service dies and is rebuilt, the stage
             runs again on the groups not yet returned, or on the newest state.
@@ -487,7 +479,6 @@ def stage(
             ahead_of=ahead_of,
             accepts=tuple(services),
             whole_batch=whole_batch,
-            imports=names_of(imports, f"stage {place}: imports"),
             replays=replays,
         )
 

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -185,9 +185,6 @@ class TrackingConfig(Section):
 
 class BaseConfig(Section):
     """What :class:`PipelineConfig` and :class:`~dataflow.config.run.RunConfig` have in common."""
-
-    imports: ClassVar[tuple[str, ...]] = ()
-    """Modules that a worker imports before the first task, as that would wait for them."""
 
     @cached_property
     def given_keys(self) -> frozenset[str]:

@@ -165,8 +165,6 @@ class RunConfig(BaseConfig):
     unread: ClassVar[Mapping[str, str]] = {}
     """Keys and sections that no stage reads, and why; a value other than the default is refused."""
 
-    imports: ClassVar[tuple[str, ...]] = ("torch",)  # of which batches are made
-
     placement: Placement = "colocated"
     """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own GPUs, in parallel."""
     data: DataConfig = Field(default_factory=DataConfig)

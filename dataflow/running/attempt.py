@@ -275,7 +275,6 @@ class Attempt:
             ray.address,
             ray.num_cpus,
             self._config.worker_threads,
-            self._config.imports,
             self._up,
             nodes=node_rules(self._config),
             directory=str(self._record.directory.absolute()),

@@ -54,13 +54,7 @@ def _whitens_later(algorithm: Any) -> bool:
     return algorithm.adv_estimator == "gae" and getattr(algorithm, "whiten", "step") == "mini-batch"
 
 
-@stage(
-    writes="advantages",
-    on="controller",
-    splittable=True,
-    whole_batch=needs_whole_batch,
-    imports=("verl.trainer.config", "verl.trainer.ppo.core_algos", "verl.trainer.ppo.metric_utils"),
-)
+@stage(writes="advantages", on="controller", splittable=True, whole_batch=needs_whole_batch)
 def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
     """Turns scores into ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 after the end of each response.
 

@@ -34,7 +34,7 @@ def teacher_log_prob(responses: Batch, *, teacher: Teacher, together: int | None
     return Batch.concat(teacher.log_probs(responses.select(piece)) for piece in pieces)
 
 
-@stage(writes="advantages", on="controller", splittable=True, imports=("torch",))
+@stage(writes="advantages", on="controller", splittable=True)
 def distill_advantage(responses: Batch, old_log_probs: Batch, teacher_log_probs: Batch, *, task: TaskInfo) -> Batch:
     """Turns log-probs into advantages: of each sampled token, how much likelier it is under the teacher.
 

@@ -36,7 +36,7 @@ def ref_log_prob(responses: Batch, *, trainer: Trainer) -> Batch:
     return trainer.ref_log_probs(responses)
 
 
-@stage(writes="correction", on="controller", imports=("verl.trainer.ppo.rollout_corr_helper",))
+@stage(writes="correction", on="controller")
 async def rollout_correction(responses: Batch, old_log_probs: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
     """Corrects the samples of a step in a thread, as other stages share the event loop; see :func:`correct`."""
     return await asyncio.to_thread(correct, responses, old_log_probs, algorithm, task)
@@ -80,7 +80,6 @@ def correct(responses: Batch, old_log_probs: Batch, algorithm: Any, task: TaskIn
 @stage(
     writes=("kl_penalty", "kl_coef"),
     on="controller",
-    imports=("verl.trainer.ppo.core_algos", "verl.trainer.config"),
 )
 def kl_penalty(
     responses: Batch,

@@ -33,7 +33,7 @@ _KNOWN = ("raw_prompt", "prompt_ids", "response_text", "data_source", "ground_tr
 """Columns of responses that have a name of their own in the file."""
 
 
-@stage(on="io", imports=("pyarrow.parquet",))
+@stage(on="io")
 async def write_samples(
     responses: Batch,
     rewards: Batch,
@@ -58,7 +58,7 @@ async def write_samples(
     await _write("step", directory, task, most, responses, rewards, advantages)
 
 
-@stage(on="io", role="validates", imports=("pyarrow.parquet",))
+@stage(on="io", role="validates")
 async def write_val_samples(
     val_responses: Batch, val_scores: Batch, *, directory: str | None, most: int | None = None, task: TaskInfo
 ) -> None:

@@ -56,16 +56,12 @@ class Actors:
     Args:
         spec: the service.
         threads: OMP threads in each process.
-        imports: modules that the stages need; see :meth:`dataflow.executors.ray.host.Host.load`.
         cluster: that the run has joined; None if the run has started its own Ray, on this machine.
     """
 
-    def __init__(
-        self, spec: Hosted, threads: int, imports: Sequence[str] = (), cluster: Membership | None = None
-    ) -> None:
+    def __init__(self, spec: Hosted, threads: int, cluster: Membership | None = None) -> None:
         self._spec = spec
         self._threads = threads
-        self._imports = tuple(imports)
         self._cluster = cluster
         self._rule = None if cluster is None else cluster.rule(spec)
         self._actors: list[Any] = []
@@ -130,7 +126,7 @@ class Actors:
         first, *further = blobs
         await first_failure(
             [
-                actor.build.remote(first, self._environment(rank), self._imports, *seen)
+                actor.build.remote(first, self._environment(rank), *seen)
                 for rank, (actor, seen) in enumerate(zip(self._actors, self._reserved.seen, strict=True))
             ]
         )

@@ -38,8 +38,6 @@ class RayExecutor:
         address: None starts a local Ray that ends with this run; ``auto`` or ``host:port`` joins a cluster.
         num_cpus: CPUs of the local Ray; None for this machine's.
         threads: OMP threads in each worker.
-        imports: modules that each worker imports before a task needs them; see
-            :meth:`dataflow.executors.ray.host.Host.load`.
         on_up: called with what is up: Ray, then the name of each service.
         nodes: rules for the nodes of services on a cluster, by service.
         directory: of the run, which services with files in it must see; None if there is none.
@@ -52,7 +50,6 @@ class RayExecutor:
         address: str | None = None,
         num_cpus: int | None = None,
         threads: int = 1,
-        imports: Sequence[str] = (),
         on_up: Callable[[str], None] = lambda name: None,
         nodes: Mapping[str, NodeRule] | None = None,
         directory: str | None = None,
@@ -61,7 +58,6 @@ class RayExecutor:
         self.address = address
         self.num_cpus = num_cpus
         self.threads = threads
-        self.imports = tuple(imports)
         self._on_up = on_up
         self._hosts: dict[str, WorkerGroup] = {}
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
@@ -97,9 +93,6 @@ class RayExecutor:
         await self._build(specs, staged)
         for workers in self._hosts.values():
             workers.learn(pipeline)
-            if workers.spec.concurrent:
-                for actor in workers:
-                    actor.load.remote()  # nobody waits for it: a stage imports what is not there yet
 
     async def _build(self, specs: Mapping[str, Hosted], staged: Mapping[str, dict[str, Stage]]) -> None:
         """Builds all services concurrently, but those marked ``alone`` before all others on GPUs."""
@@ -159,7 +152,6 @@ class RayExecutor:
         workers = WorkerGroup(
             spec,
             self.threads,
-            self.imports,
             self._deadline_s or BUILD_DEADLINE_S,
             self._events.put_nowait,
             self._cluster,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib
 import os
 import pickle
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -54,13 +53,12 @@ class Host(SeesPaths):
             return Place(where, s.getsockname()[1])
 
     @answering
-    async def build(self, blob: bytes, environment: Mapping[str, str], imports: Sequence[str], *gpus: str) -> int:
+    async def build(self, blob: bytes, environment: Mapping[str, str], *gpus: str) -> int:
         """Builds the service and returns the process id.
 
         Args:
             blob: service and stages, as :func:`~dataflow.executors.ray.pickling.pickled` returns them.
             environment: variables to set before.
-            imports: modules that the stages need; see :meth:`load`.
             gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
         """
         restore_path()
@@ -71,30 +69,12 @@ class Host(SeesPaths):
             os.chdir(environment[WORKING_DIRECTORY])
         see(gpus)
         spec, self.stages = pickle.loads(blob)
-        self._imports = imports
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self._last: asyncio.Future[None] | None = None  # ends after the functions of cancelled calls
-        if not spec.concurrent:
-            self._load()
         self.name, self.service = spec.name, spec.build()
         tensors.register()
         settle_memory()
         return os.getpid()
-
-    async def load(self) -> None:
-        """Imports what the stages of a concurrent service need, while the first tasks run.
-
-        These imports take as long as those of the trainer. A stage that runs before their end imports what it uses.
-        """
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
-        settle_memory()
-
-    def _load(self) -> None:
-        for module in self._imports:
-            importlib.import_module(module)
-        for s in self.stages.values():
-            s.load()
-        tensors.register()
 
     async def add(self, blob: bytes) -> None:
         """Adds stages."""

@@ -34,7 +34,6 @@ class WorkerGroup:
     Args:
         spec: the service.
         threads: OMP threads in each process.
-        imports: modules that the stages need; see :meth:`dataflow.executors.ray.host.Host.load`.
         deadline_s: seconds that building the service may take.
         on_chunk: called with each chunk that a running task emits.
         cluster: that the run has joined; None for a Ray of its own.
@@ -49,14 +48,13 @@ class WorkerGroup:
         self,
         spec: Hosted,
         threads: int,
-        imports: Sequence[str],
         deadline_s: float,
         on_chunk: Callable[[Chunk], None],
         cluster: Membership | None = None,
     ) -> None:
         self.spec = spec
         self.deadline_s = deadline_s
-        self.actors = Actors(spec, threads, imports, cluster)
+        self.actors = Actors(spec, threads, cluster)
         self.deaths = 0
         self.replays = Replays(spec.name)
         self._on_chunk = on_chunk
