@@ -146,8 +146,6 @@ class Hosted:
         here: runs on the node of the run's own process on a cluster, as it uses files or servers there, unless
             ``ray.nodes`` names other nodes for it.
         files: paths that it reads, by the key that gives each; on a cluster its nodes must have the same.
-        writes: files that it writes outside the run's directory, by key; on a cluster its nodes must
-            share the directories of these files with the machine of the command.
         run_directory: whether it has files in the run's directory, which its nodes then must share. One that a stage
             with the role ``saves`` calls has.
         around: called with the task of each stage function in its process (except those that save, which run beside
@@ -166,7 +164,6 @@ class Hosted:
     close_s: float = 1.0
     here: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
-    writes: Mapping[str, str] = field(default_factory=dict)
     run_directory: bool = False
     around: Callable[[TaskInfo], AbstractContextManager[None]] | None = None
 

@@ -26,7 +26,7 @@ from dataflow.rewards.gsm8k import compute_score
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
 from dataflow.running.services.hosting import pools_of, rollout_host, trainer_host
-from dataflow.running.services.nodes import model_files
+from dataflow.running.services.nodes import shared_files
 from dataflow.running.services.training import check_reader
 from dataflow.stages.distill import distill_advantage, teacher_log_prob
 from dataflow.stages.log_prob import bypassing, log_prob_stages
@@ -82,7 +82,7 @@ def pipeline(config: Config) -> Pipeline:
         },
         ranks=config.teacher.world_size,
         gpus=gpus,
-        **model_files(config.teacher.path, "teacher.path"),
+        files=shared_files({"teacher.path": config.teacher.path}),
     )
     respond, val_respond = rollout_stages(config)
 

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,8 @@ from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, NotChecked, RunError
 from dataflow.executors.ray.nodes import VISIBLE, visible_gpus
 from dataflow.files import cache_home
-from dataflow.running.preparing.check import Check, Checks, collect
-from dataflow.running.preparing.machine import GIB, cpu_memory, free_disk, free_shared_memory, gpu_memory
-from dataflow.running.preparing.memory import gib
+from dataflow.running.preparing.check import Check, collect
+from dataflow.running.preparing.machine import GIB, cpu_memory, free_disk, free_shared_memory, gib, gpu_memory
 from dataflow.system import extras
 from dataflow.system.children import command
 from dataflow.system.extras import PACKAGE
@@ -51,7 +50,7 @@ def doctor(start: bool, as_json: bool) -> int:
     return 1 if any(each.state == "problem" for each in findings) else 0
 
 
-def _checks(start: bool) -> Checks:
+def _checks(start: bool) -> Iterator[Check]:
     yield Check(
         "Python",
         lambda: f"{platform.python_version()}, {PACKAGE} {extras.version_of(PACKAGE) or 'from its sources'}",

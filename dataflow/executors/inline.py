@@ -33,8 +33,6 @@ class InlineExecutor:
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
 
     async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
-        for s in pipeline.stages:
-            s.load()
         for host in [*hosts.values(), *pipeline.hosts().values()]:
             if host.ranks > 1:
                 raise PipelineError(

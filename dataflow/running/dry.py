@@ -6,15 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from dataflow.config.base import BaseConfig
-from dataflow.errors import RunError, UserError
+from dataflow.errors import UserError
 from dataflow.models.directory import here_only
-from dataflow.running.preparing.check import Check, Checks, Finding, collect
-from dataflow.running.preparing.needs import Needs, packages
+from dataflow.running.preparing.check import Check, Finding, collect
+from dataflow.running.preparing.needs import check_packages, needs
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import Complete, began
@@ -49,33 +48,22 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
     if not wrong:
         what = ", ".join(given) if len(given) <= 3 else f"{len(given)} keys are given"
         yield Finding("configuration", "ok", what or "as in the file, no key given")
-    yield from collect(_packages(config))
+    yield from collect([Check("packages", partial(check_packages, config))])
     try:
-        prepared = began(module, config, given, Progress(quiet=True), partial(Preparation, **_PATIENT))
+        make = partial(Preparation, patience_s=PATIENCE_S)
+        prepared = began(module, config, given, Progress(quiet=True), make)
     except UserError as error:
-        yield Finding("resume", "problem", str(error))
-        try:  # of a new run, whose directory is that run's
-            directory = Path(config.runs, config.name or "")
-            prepared = Preparation(config, module, Progress(quiet=True), directory, **_PATIENT)
-        except (RunError, UserError):
-            yield _REST
-            return
+        yield from (Finding("resume", "problem", str(error)), _REST)
+        return
     if isinstance(prepared, Complete):
         yield Finding("resume", "ok", f"{prepared.words}; there is nothing left to do")
         return
     yield from collect(_checks(prepared))
 
 
-_PATIENT: dict[str, Any] = {"patience_s": PATIENCE_S}
-
-
-def _checks(prepared: Preparation) -> Checks:
+def _checks(prepared: Preparation) -> Iterator[Check]:
     yield from prepared.checks()
-    yield from Needs(prepared, PATIENCE_S).checks()
-
-
-def _packages(config: BaseConfig) -> Checks:
-    yield Check("packages", partial(packages, config))
+    yield from needs(prepared, PATIENCE_S)  # which depend on the graph that the others have made
 
 
 def _readable(

@@ -109,7 +109,7 @@ class Session:
                 raise ConfigError(f"run '{self.directory}' is complete: another process has resumed it meanwhile.")
             try:
                 with written("configuration", self.directory / saved.CONFIG):
-                    text = saved.dump(config, self.module.__file__ or "", self._prepared.data)
+                    text = saved.dump(config, self.module.__file__ or "", self._prepared.digests)
                     with replaced(self.directory / saved.CONFIG) as temporary:  # a run without it cannot be resumed
                         temporary.write_text(text, encoding="utf-8")
                 with stopping.deferred():  # from its end on closing is not interrupted

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,17 +25,8 @@ ERROR_S = 0.3
 """Seconds for reading the text of an error: the status matters more and must not be lost to the call's time-out."""
 
 _QUOTED = 1000  # characters of a server's text that are searched for secrets before it is shortened
-_LOAD = ((429, r"rate.?limit|too.?many|throttl|exhausted|quota"), (503, r"overload|unavailable|capacity|busy"))
-_MEANT = (
-    *_LOAD,
-    (504, r"time.?out|timed.?out|deadline"),
-    (500, r"internal|server.?error"),
-    (401, r"auth|api.?key|permission"),
-    (404, r"not.?found"),
-    (400, r"invalid|bad.?request|context.?length|content|too.?long"),
-)
-"""What providers write in place of a status, and the status that it stands for; the first match counts."""
-_WAITS = ("Retry-After", "retry-after", "retry_after", "retry_after_seconds")
+_RATE = re.compile(r"rate.?limit|too.?many|throttl|exhausted|quota", re.IGNORECASE)
+"""What providers write in place of status 429."""
 
 
 def may_pass(status: int) -> bool:
@@ -118,8 +109,7 @@ def error_within(answer: Any, headers: Mapping[str, Any]) -> ErrorWithin | None:
     """Returns the error that stands in a body of status 200, as proxies and providers of several models send it.
 
     Args:
-        answer: the JSON. Its ``error``, or that of its first choice, is one unless it is empty, and so is all of a body
-            without choices that calls itself an error.
+        answer: the JSON; its ``error``, or that of its first choice, or all of a body that calls itself an error.
         headers: of the reply.
 
     >>> error_within({"error": {"code": "rate_limit_exceeded", "message": "later"}}, {"Retry-After": "7"})
@@ -130,31 +120,15 @@ def error_within(answer: Any, headers: Mapping[str, Any]) -> ErrorWithin | None:
         return None
     choices = body.get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
-    found = body.get("error") or first.get("error")
-    if not found and (choices or body.get("object") != "error"):
+    found = body.get("error") or first.get("error") or (body if body.get("object") == "error" else None)
+    if not found:
         return None
-    error = found if isinstance(found, Mapping) else body
-    if found is error and not any(error.values()):
-        return None
-    message = message_in(json.dumps({"error": found or body}))
-    codes = [error.get(name) for name in ("code", "status", "status_code", "type", "error_type")]
-    words = " ".join(code for code in codes if isinstance(code, str))
-    status = (
-        next((code for code in map(_status, codes) if code), None) or _meant(words, _MEANT) or _meant(message, _LOAD)
-    )
-    more = error.get("metadata")
-    places = [headers, *(place for place in (error, more) if isinstance(place, Mapping))]
-    asked = [str(place.get(name, "")) for place in places for name in _WAITS]
-    return ErrorWithin(status, message, max(wait_asked(each, str(headers.get("Date", ""))) for each in asked))
-
-
-def _status(code: Any) -> int | None:
-    number = int(code) if isinstance(code, str) and code.isascii() and code.isdigit() and len(code) == 3 else code
-    return number if type(number) is int and 400 <= number <= 599 else None
-
-
-def _meant(words: str, table: Sequence[tuple[int, str]]) -> int | None:
-    return next((status for status, pattern in table if re.search(pattern, words, re.IGNORECASE)), None)
+    message, error = message_in(json.dumps({"error": found})), found if isinstance(found, Mapping) else {}
+    codes = [str(error.get(name, "")) for name in ("code", "status", "status_code", "type")]
+    status = next((int(code) for code in codes if re.fullmatch(r"[45]\d\d", code)), None)
+    if status is None and _RATE.search(" ".join([*codes, message])):
+        status = 429
+    return ErrorWithin(status, message, wait_asked(str(headers.get("Retry-After", "")), str(headers.get("Date", ""))))
 
 
 async def beginning_of_error(pieces: AsyncIterator[bytes], timeout: float | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Reads the numbers that user code returns, and rejects objects that merely convert to a number."""
+"""Reads the numbers that user code returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import math
 import numbers
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from dataflow.errors import an
@@ -20,9 +19,6 @@ _EXACT = 2.0**53
 def real_number(value: Any) -> float:
     """Returns a number as float, NaN and infinities included; an array or tensor of one element as that element.
 
-    Rejects objects that convert to float but are not numbers: masked elements (0.0), numpy's dates and durations (a
-    count of their unit), members of enumerations.
-
     Raises:
         ValueError: the value is not a real number; the message names what it is.
 
@@ -33,16 +29,9 @@ def real_number(value: Any) -> float:
     if shape is not None and hasattr(value, "item"):
         if math.prod(shape) != 1:
             raise ValueError(f"{what} of shape {tuple(shape)}")
-        kind = getattr(value.dtype, "kind", "")
-        if kind in ("m", "M"):  # item() returns some of them as integers
+        if getattr(value.dtype, "kind", "") in ("m", "M"):  # a date or duration, of which item() may be an integer
             raise ValueError(f"{what} of {value.dtype}")
-        if type(value).__module__.startswith("numpy.ma") and value.mask.any():
-            raise ValueError(f"{what} whose element is masked")
         number = value.item()
-        if kind == "O":
-            return real_number(number)
-    if isinstance(number, Enum):
-        raise ValueError(f"{what}, a member of an enumeration")
     if not isinstance(number, numbers.Real):
         raise ValueError(what)
     try:

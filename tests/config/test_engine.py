@@ -10,8 +10,7 @@ import yaml
 from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.config.run import RunConfig, dump_yaml, parse_overrides, values_of
 from dataflow.errors import ConfigError
-from dataflow.running.services.hosting import gpus_of, pools_of
-from dataflow.running.services.servers import SERVERS
+from dataflow.running.services.hosting import SERVERS, gpus_of, pools_of
 from dataflow.system.secrets import MASK
 
 HTTP = ["engine.rollout=http", "engine.urls=[http://a:8000,http://b:8000]"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.running.preparing import needs, preparation, prompts
+from dataflow.running.preparing import needs, preparation
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "docs" / "dry_runs.md", ROOT / "recipes" / "README.md")
@@ -15,7 +15,7 @@ TEXT = PAGES[0].read_text(encoding="utf-8")
 
 
 def test_each_line_of_a_dry_run_is_explained() -> None:
-    source = "".join(Path(str(module.__file__)).read_text() for module in (needs, preparation, prompts))
+    source = "".join(Path(str(module.__file__)).read_text() for module in (needs, preparation))
     named = set(re.findall(r'Check\("([\w ]+)"', source))
     assert {"engine", "GPU memory", "prompts"} <= named
     explained = set(re.findall(r"`([\w ]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", TEXT, re.MULTILINE))))

@@ -13,7 +13,7 @@ import pytest
 import dataflow
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
-from dataflow.running.preparing.needs import packages
+from dataflow.running.preparing.needs import check_packages
 from dataflow.system import extras
 from dataflow.system.extras import EXTRAS, missing_extra, required
 
@@ -86,6 +86,6 @@ def test_another_version_than_is_required_is_named_with_what_installs_the_right_
     )
     assert extras.mismatched("") == "numpy 1.26 (needs >=2): another version than was tested; pip install dataflow-rl."
     with pytest.raises(ConfigError, match=r"^verl 0\.5\.0 "):
-        packages(RunConfig())
+        check_packages(RunConfig())
     monkeypatch.setattr(extras, "version_of", {"ray": "2.60.0"}.get)
     assert extras.mismatched("train") is None, "what is missing has an error of its own"

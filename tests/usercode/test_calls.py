@@ -148,16 +148,6 @@ def test_whatever_is_raised_is_an_exception_of_that_call(error: BaseException, k
     with_threads(body)
 
 
-@pytest.mark.parametrize("function", [later, lambda: 1], ids=["async", "sync"])
-def test_arguments_that_it_does_not_take_are_an_error_of_that_call(function: Any) -> None:
-    async def body(bench: Bench) -> None:
-        with pytest.raises(TypeError):
-            await bench.run(function, wrong=1)
-        assert bench.freed == [TypeError]
-
-    with_threads(body)
-
-
 # --- time-outs -----------------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ class Actors:
         if self._cluster is not None:
             where = [place.where for place in self._places]
             directory = self._cluster.directory if spec.run_directory else None
-            paths = SharedPaths(spec.name, spec.files, spec.writes, directory)
+            paths = SharedPaths(spec.name, spec.files, directory)
             await paths.check(self._actors, where, self._cluster.here)
 
     def lacking(self) -> str:

@@ -7,10 +7,11 @@ directory is recognised by a marker that the run writes there: one of the same n
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,14 +83,12 @@ class SharedPaths:
 
     Attributes:
         service: its name.
-        files: that it reads; see :class:`~dataflow.stage.Hosted`, also for the next.
-        writes: files that it writes outside the run's directory.
+        files: that it reads; see :class:`~dataflow.stage.Hosted`.
         directory: of the run, if the service uses it.
     """
 
     service: str
     files: Mapping[str, str] = field(default_factory=dict)
-    writes: Mapping[str, str] = field(default_factory=dict)
     directory: str | None = None
 
     async def check(self, actors: Sequence[Any], where: Sequence[Where], here: str | None) -> None:
@@ -110,44 +109,32 @@ class SharedPaths:
                     f"node {at.address}, where '{self.service}' runs, has dataflow {at.version}, and this machine "
                     f"{_version()}; give all nodes the same Python environment."
                 )
-        directories = {} if self.directory is None else {RUN: self.directory}
-        directories |= {key: _existing(path) for key, path in self.writes.items()}
-        with ExitStack() as stack:
-            markers = {key: stack.enter_context(_marked(key, path)) for key, path in directories.items()}
+        with _marked(self.directory) as marker:
             for at, actor in others.values():
-                seen = await fetch(actor.look.remote([*markers.values(), *self.files.values()]))
-                for key, there in zip(markers, seen, strict=False):
-                    if not there:
-                        raise ConfigError(self._not_shared(key, directories[key], at.address))
-                for (key, path), there in zip(self.files.items(), seen[len(markers) :], strict=True):
+                *files, run = await fetch(actor.look.remote([*self.files.values(), marker]))
+                for (key, path), there in zip(self.files.items(), files, strict=True):
                     if clause := difference(look(path), there):
                         raise ConfigError(
                             f"{key}={path}: node {at.address}, where '{self.service}' runs, {clause}; put it on a disk "
                             "that all nodes share, or copy it there."
                         )
+                if self.directory is not None and not run:
+                    raise ConfigError(
+                        f"{RUN}={self.directory}: node {at.address}, where '{self.service}' runs, does not see this "
+                        f"directory of this machine; give {RUN}= on a disk that all nodes share, or "
+                        f"ray.nodes.{self.service} labels of this machine's node."
+                    )
         log_nodes(f"'{self.service}'", [at.node for at in where])
-
-    def _not_shared(self, key: str, directory: str, address: str) -> str:
-        given = self.writes.get(key, directory)
-        return (
-            f"{key}={given}: node {address}, where '{self.service}' runs, does not see {directory} of this machine; "
-            f"give {key}= on a disk that all nodes share, or ray.nodes.{self.service} labels of this machine's node."
-        )
-
-
-def _existing(path: str) -> str:
-    """Returns the directory of a file, or, if it is still to be made, the innermost one above it that is there."""
-    return str(next(each for each in Path(path).parents if each.is_dir()))
 
 
 @contextmanager
-def _marked(key: str, directory: str) -> Iterator[str]:
-    """Writes a marker into a directory, and removes it; yields its path."""
+def _marked(directory: str | None) -> Iterator[str]:
+    """Writes a marker into the run's directory, and removes it; yields its path, or that of nothing."""
+    if directory is None:
+        yield os.devnull
+        return
     marker = Path(directory) / f".shared.{secrets.randbits(63)}"
-    try:
-        marker.touch()
-    except OSError as error:
-        raise ConfigError(f"{key}: {directory} cannot be written: {error.strerror}.") from error
+    marker.touch()
     try:
         yield str(marker)
     finally:

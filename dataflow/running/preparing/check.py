@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from loguru import logger
 
@@ -25,8 +24,7 @@ class Check:
         find: returns what it found, as a clause, or None if that is not worth a line, or warnings, each a sentence;
             raises a :class:`~dataflow.errors.UserError` for a problem, :class:`~dataflow.errors.NotChecked` if it
             cannot tell.
-        needs: names of earlier checks; after a problem of one of these, this one cannot be made, or would find the
-            same fault.
+        needs: names of earlier checks, without whose success this one cannot be made.
     """
 
     what: str
@@ -49,46 +47,37 @@ class Finding:
     message: str
 
 
-Checks: TypeAlias = Generator[Check, None, None]
-"""Checks in the order of a start, the same ones whatever becomes of each. Each is made before the next is asked for."""
-
-
-def make_all(checks: Checks) -> None:
+def make_all(checks: Iterable[Check]) -> None:
     """Makes checks until the first problem, and logs their warnings.
 
     Raises:
         UserError: of the first problem.
     """
-    with closing(checks):
-        for check in checks:
-            for sentence in found if isinstance(found := check.find(), list) else ():
-                logger.warning(redact(sentence))
+    for check in checks:
+        for sentence in found if isinstance(found := check.find(), list) else ():
+            logger.warning(redact(sentence))
 
 
-def collect(checks: Checks) -> Iterator[Finding]:
-    """Makes all checks, and yields what each found; what another one has found is not told again."""
-    wrong, said = set[str](), dict[str, str]()
-    with closing(checks):
-        for check in checks:
-            for found in _found(check, wrong):
-                if found.state == "problem":
-                    wrong.add(found.what)
-                    first = said.setdefault(found.message, found.what)
-                    if first != found.what:
-                        found = Finding(found.what, "not checked", _DEPENDS.format(first))
-                elif found.what in wrong:
-                    continue  # a later part of a check that has its line
-                yield found
+def collect(checks: Iterable[Check]) -> Iterator[Finding]:
+    """Makes all checks that can be made, and yields what each found; one problem is told once."""
+    without, said = set[str](), dict[str, str]()
+    for check in checks:
+        for found in _found(check, without):
+            if found.state == "problem" and said.setdefault(found.message, check.what) != check.what:
+                found = Finding(check.what, "not checked", _DEPENDS.format(said[found.message]))
+            yield found
+            if found.state in ("problem", "not checked"):
+                without.add(check.what)
 
 
-_DEPENDS = "it depends on the check '{}', which found a problem"
+_DEPENDS = "it depends on the check '{}'"
 
 
-def _found(check: Check, wrong: Collection[str]) -> list[Finding]:
-    if found := [name for name in check.needs if name in wrong]:
-        return [Finding(check.what, "not checked", _DEPENDS.format(found[0]))]
+def _found(check: Check, without: set[str]) -> list[Finding]:
+    if missing := [name for name in check.needs if name in without]:
+        return [Finding(check.what, "not checked", _DEPENDS.format(missing[0]))]
     try:
-        message = check.find()
+        found = check.find()
     except NotChecked as reason:
         return [Finding(check.what, "not checked", str(reason))]
     except (UserError, RunError) as error:
@@ -97,6 +86,6 @@ def _found(check: Check, wrong: Collection[str]) -> list[Finding]:
         if (why := missing_extra(error)) is None:
             raise
         return [Finding(check.what, "problem", why)]
-    if isinstance(message, list):
-        return [Finding(check.what, "warning", sentence) for sentence in message]
-    return [] if message is None else [Finding(check.what, "ok", message)]
+    if isinstance(found, list):
+        return [Finding(check.what, "warning", sentence) for sentence in found]
+    return [] if found is None else [Finding(check.what, "ok", found)]

@@ -15,9 +15,8 @@ from typing import Any
 
 from dataflow.config.training.trained import TrainedConfig
 from dataflow.models.size import Size, size_of
-from dataflow.running.preparing.machine import GIB
-from dataflow.running.services.hosting import CRITIC, REPLICAS, TRAINER, VLLM
-from dataflow.running.services.servers import SERVERS
+from dataflow.running.preparing.machine import GIB, gib
+from dataflow.running.services.hosting import CRITIC, REPLICAS, SERVERS, TRAINER, VLLM
 from dataflow.stage import Hosted
 
 _IDLE = 1.0 * GIB
@@ -25,11 +24,8 @@ _IDLE = 1.0 * GIB
 _ENGINE_WORK = 2.0 * GIB
 """vLLM's activations and CUDA graphs, about."""
 _TEACHER = "dataflow.engines.verl.trainer:VerlTeacher"
-_TRAINED = (TRAINER, CRITIC)
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 """Bytes of a number."""
-_ONE_VALUE = ("adadelta", "adagrad", "asgd", "rmsprop")
-"""Optimizers that keep about one value for a weight."""
 
 
 @dataclass(frozen=True)
@@ -93,41 +89,35 @@ def need_of(config: Any, hosts: Mapping[str, Hosted]) -> Need:
     pools: dict[str, list[Part]] = {}
     cpu = checkpoint = model = 0.0
     for name, host in hosts.items():
-        here = name == "rollout" and host.factory != SERVERS
-        size = size_of(host.options.get("model") or config.model.path) if here or _loads(host) else None
-        if size is None:
+        loads = host.factory in (TRAINER, CRITIC, _TEACHER) or (name == "rollout" and host.factory != SERVERS)
+        if not loads:
             continue
+        size = size_of(host.options.get("model") or config.model.path)
         whole = float(size.parameters)
-        if host.factory in _TRAINED:
-            pools.setdefault("GPU" if shared else "training GPU", []).append(_trained(config, host, size))
-            own, size_in = _options(host), _WIDTHS[_options(host).model_dtype]
-            kept = trained_of(own, size) * (size_in + state_of(own))  # frozen weights are in no checkpoint
-            saved = kept if config.checkpoint.every else 0
-            checkpoint += saved
-            cpu += saved + size_in * whole  # the copy for it, and that for the engine
-            cpu += _offloaded(own, size)
-            adapted = own.lora.rank is not None  # the frozen weights beside an adapter are the reference
-            cpu += (
-                size_in * whole if host.options.get("reference") and not adapted else 0
-            )  # else only while it computes
-            model += 4 * whole if host.factory == TRAINER and config.checkpoint.export else 0
-        elif host.factory == _TEACHER:
-            part = Part("teacher", 4 * whole / host.ranks + _IDLE, _gathered(size))
-            pools.setdefault("teacher GPU", []).append(part)
-        else:
-            part = _engine(config, host, size)
-            pools.setdefault("GPU" if shared else "rollout GPU", []).append(part)
+        if host.factory == _TEACHER:
+            part, pool = Part("teacher", 4 * whole / host.ranks + _IDLE, _gathered(size)), "teacher GPU"
+        elif name == "rollout":
+            part, pool = _engine(config, host, size), "rollout GPU"
             cpu += 2 * whole if part.sleeps and part.share else 0  # its weights, while it sleeps
+        else:
+            part, pool = _trained(config, host, size), "training GPU"
+            own, width = _options(host), _WIDTHS[_options(host).model_dtype]
+            saved = trained_of(own, size) * (width + state_of(own)) if config.checkpoint.every else 0
+            checkpoint += saved  # frozen weights are in no checkpoint
+            cpu += saved + width * whole  # the copy for it, and that for the engine
+            cpu += width * whole if own.param_offload else 0
+            cpu += trained_of(own, size) * state_of(own) if own.optimizer_offload else 0
+            if host.options.get("reference") and own.lora.rank is None:  # the weights beside an adapter are it
+                cpu += width * whole  # while it does not compute
+            model += 4 * whole if host.factory == TRAINER and config.checkpoint.export else 0
+        pools.setdefault("GPU" if shared and pool != "teacher GPU" else pool, []).append(part)
     return Need(pools, cpu, checkpoint, model)
 
 
 def peak(parts: Sequence[Part], total: float) -> float:
     """Returns the most bytes that services take of a GPU of ``total`` bytes, one of them computing at a time."""
-    found = 0.0
-    for part in parts:
-        others = sum(each.holds(total) for each in parts if each is not part and not each.sleeps)
-        found = max(found, others + part.holds(total) + part.works)
-    return found
+    awake = sum(each.holds(total) for each in parts if not each.sleeps)
+    return max(awake + part.works + (part.holds(total) if part.sleeps else 0) for part in parts)
 
 
 def shown(parts: Sequence[Part], total: float) -> str:
@@ -141,22 +131,6 @@ def shown(parts: Sequence[Part], total: float) -> str:
             text += f" with a KV cache of {tokens:,} tokens"
         clauses.append(text)
     return "; ".join(clauses)
-
-
-def gib(size: float) -> str:
-    """Returns a number of bytes in GiB, or in MiB if it is small.
-
-    >>> gib(2**30 * 1.23), gib(2**30 * 123.4), gib(2**20 * 3.2)
-    ('1.2 GiB', '123 GiB', '3 MiB')
-    """
-    number = size / GIB
-    if number < 0.1:
-        return f"{size / 2**20:.0f} MiB"
-    return f"{number:.1f} GiB" if number < 100 else f"{number:,.0f} GiB"
-
-
-def _loads(host: Hosted) -> bool:
-    return host.factory in _TRAINED or host.factory == _TEACHER
 
 
 def _engine(config: Any, host: Hosted, size: Size) -> Part:
@@ -196,17 +170,9 @@ def state_of(options: TrainedConfig) -> float:
     if "8bit" in name:
         return 2.0
     values = 2
-    if name in _ONE_VALUE:
-        values = 1
-    elif name == "sgd":
+    if name == "sgd":
         values = 1 if options.optimizer_kwargs.get("momentum") else 0
     return float(values * _WIDTHS[options.model_dtype])
-
-
-def _offloaded(options: TrainedConfig, size: Size) -> float:
-    """Returns the bytes of CPU memory, of all ranks, that take what is moved from the GPUs."""
-    weights = _WIDTHS[options.model_dtype] * size.parameters if options.param_offload else 0
-    return weights + (trained_of(options, size) * state_of(options) if options.optimizer_offload else 0)
 
 
 def _trained(config: Any, host: Hosted, size: Size) -> Part:

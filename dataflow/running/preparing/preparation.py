@@ -1,8 +1,7 @@
-"""Preparation: what a run is made of before it starts, its policy, task graph and inputs, with all checks of them."""
+"""What a run is made of before it starts: its policy, task graph and inputs; and the list of its checks."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,31 +11,29 @@ from typing import Any
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
 from dataflow.config.loading.saved import CONFIG, ORIGIN, read_values
-from dataflow.config.reward import JudgeConfig, model_of, rule_of, source_of
+from dataflow.config.reward import JudgeConfig, model_of, source_of, sources_of
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError, NotChecked, UserError, counted
+from dataflow.engines.choice import rollout_engine
+from dataflow.errors import ConfigError, NotChecked, counted
 from dataflow.graph import Hosted, TaskGraph
+from dataflow.models.directory import check_weights
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.rewards.managers import scores_alone
-from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
+from dataflow.rewards.naming import JUDGE, MAIN, keyed
 from dataflow.running.auto import load_schedule
 from dataflow.running.directory import check_directory
-from dataflow.running.preparing.check import Check, Checks
-from dataflow.running.preparing.prompts import Prompts, check_same, settle_trained
+from dataflow.running.preparing.check import Check
+from dataflow.running.preparing.data import Data, check_same, check_truths
+from dataflow.running.preparing.models import check_fits, settle_models, settle_trained
 from dataflow.running.preparing.remarks import remarks
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
-from dataflow.running.services.hosting import (
-    CRITIC,
-    REWARD,
-    TRAINER,
-    check_engine,
-    check_trained,
-    gpus_of,
-    reward_host,
-)
+from dataflow.running.services.hosting import CRITIC, REWARD, TRAINER, circumstances, gpus_of, sampling_of
 from dataflow.running.services.nodes import check_nodes
-from dataflow.running.services.servers import check_rollout_servers, check_weights_directory
+from dataflow.running.services.training import check_trained
+
+_STAND_IN = ("latency", "time_scale")
+"""Keys of the judge's stand-in, which recipes and scripts set for whatever scores."""
 
 
 class Preparation:
@@ -49,12 +46,13 @@ class Preparation:
     Attributes:
         graph: the run's tasks, once the checks have made it.
         inputs: the pipeline's input fields, a function of the step each, likewise.
-        data: hashes of what decides the samples of each step (:meth:`Prompts.digests`), likewise.
+        digests: hashes of what decides the samples of each step (:meth:`Data.digests`), likewise.
+        data: the prompts of a run with a language model.
     """
 
     graph: TaskGraph
     inputs: Mapping[str, Callable[[int], Any]]
-    data: Mapping[str, str] = {}
+    digests: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -70,8 +68,7 @@ class Preparation:
         self.directory = directory
         self.policy: SchedulingPolicy = config.policy.resolve(config.optimizer_steps)
         self.schedule = self.schedule_of(directory)
-        self.right: set[str] = set()
-        """Names of the reward agents that were found right."""
+        self.data = Data()
         self._progress, self._patience_s = progress, patience_s
 
     @property
@@ -81,22 +78,15 @@ class Preparation:
 
     @property
     def agents(self) -> dict[str, Hosted]:
-        """Those of the run's own reward agents; empty if no stage uses one. Without a graph the main one alone."""
-        if not isinstance(self.config, RunConfig):
-            return {}
-        if not hasattr(self, "graph") and MAIN not in self.config.unread:
-            with contextlib.suppress(UserError):  # the problem of the pipeline
-                return {MAIN: reward_host(self.config)}
+        """Those of the run's own reward agents; empty if no stage uses one."""
         return {name: host for name, host in self.hosts.items() if host.factory == REWARD}
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs that the services need; without a graph as the configuration alone tells it."""
-        if hasattr(self, "graph"):
-            from dataflow.running.services.served_models import model_hosts
+        """The number of GPUs that the services need."""
+        from dataflow.running.services.served_models import model_hosts
 
-            return gpus_of([*self.hosts.values(), *model_hosts(self.config).values()])
-        return self.config.gpus if self.config.ray.gpus_per_worker else 0
+        return gpus_of([*self.hosts.values(), *model_hosts(self.config).values()])
 
     @property
     def judges(self) -> dict[str, JudgeConfig]:
@@ -139,67 +129,42 @@ class Preparation:
         )
         return self.graph
 
-    def checks(self) -> Checks:
-        """Yields all checks that a start makes, in its order. They need no service and write nothing."""
+    def checks(self) -> list[Check]:
+        """Returns the checks that a start makes, in its order; they need no service and write nothing."""
         config = self.config
-        yield Check("tracking", lambda: check_backends(config.tracking.backends))
-        if self.directory is None:
-            yield Check("directory", self._check_directory)
-        yield Check("pipeline", self._build)  # before the model is made, so that an invalid policy fails at once
-        yield Check("pipeline", lambda: self.graph.pipeline.unread(), ("pipeline",))
+        general = [
+            Check("tracking", lambda: check_backends(config.tracking.backends)),
+            Check("directory", self._check_directory),
+            Check("pipeline", self._build),
+            Check("pipeline", lambda: self.graph.pipeline.unread(), ("pipeline",)),
+        ]
         if not isinstance(config, RunConfig):
-            yield Check("inputs", lambda: self._take(self._own_inputs()), ("pipeline",))
-            return
-        # Of a pipeline that cannot be built, the configuration tells most.
-        hosts, built = self.hosts, hasattr(self, "graph")
-        factories = {host.factory for host in hosts.values()}
-        trained = [name for name in config.trained if not built or {"trainer": TRAINER}.get(name, CRITIC) in factories]
-        if not built or "rollout" in hosts:
-            yield Check("engine", lambda: check_engine(config))
-        for name in trained:
-            yield Check(name, partial(self._check_trained, name))
-        if built or config.reward.models:
-            yield Check("reward models", self._check_models, ("pipeline",))
-        for name, host in self.agents.items():
-            model = model_of(config, source_of(config, name))
-            yield Check(name, partial(self._check_agent, name, host), () if model is None else ("reward models",))
-        services = hosts if built else {"rollout": None, **dict.fromkeys(self.agents)}
-        prompts = Prompts(config, services, self._progress)
-        yield from prompts.checks()
-        for name in trained:  # with the models that are there now
-            yield Check(name, partial(self._check_trained, name), (name, "model"))
-        own: dict[str, Callable[[int], Any]] = {}
-        yield Check("inputs", lambda: own.update(self._own_inputs(prompts)))
-        yield from prompts.made()
-        if prompts.tokenized:
-            yield Check("data", partial(self._check_data, prompts))
-        if prompts.tokenized and built:
-            yield Check("inputs", lambda: self._take({**prompts.fields(), **own}), ("inputs",))
-        if any(model.given_urls for model in config.reward.models.values()):
-            yield Check("model servers", self._check_servers)
-        if config.engine.rollout == "http" and (not built or "rollout" in hosts):
-            # On other nodes it is the engine that looks: this machine need not have the directory.
-            if (directory := config.engine.weights_dir) and "rollout" not in config.ray.nodes:
-                yield Check("weights directory", partial(check_weights_directory, directory))
-            yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
-        # The last, so that wrong input gives one sentence.
-        yield Check("settings", lambda: remarks(config, prompts, self.right))
+            return [*general, Check("inputs", self._take, ("pipeline",))]
+        return [
+            *general,
+            # Before the default model is made, which takes a minute, what is wrong at once.
+            Check("engine", self._check_engine),
+            Check("reward models", self._check_models, ("pipeline",)),
+            *(Check(s.name, partial(self._check_agent, s.name), self._of_agent(s)) for s in sources_of(config)),
+            Check("data", lambda: self.data.read(config)),
+            Check("references", self._check_references, ("data", "pipeline")),
+            Check("model", lambda: settle_models(config, self._progress)),
+            Check("lengths", lambda: check_fits(config), ("model",)),
+            *(Check(name, partial(self._check_trained, name)) for name in config.trained),
+            Check("prompts", self._tokenize, ("data", "model")),
+            Check("weights", lambda: check_weights(Path(config.model.path or "")), ("model",)),
+            Check("inputs", self._take, ("pipeline", "prompts")),
+            Check("model servers", self._check_model_servers),
+            Check("servers", self._check_servers),
+            Check("settings", lambda: remarks(config, self.data.problems, self.data.toolbox)),
+        ]
 
-    def _check_data(self, prompts: Prompts) -> None:
-        """Keeps hashes of the data, and checks that those of a resumed run are the same."""
-        assert isinstance(self.config, RunConfig)
-        self.data = prompts.digests()
+    def _of_agent(self, source: Any) -> tuple[str, ...]:
+        return ("pipeline",) if model_of(self.config, source) is None else ("pipeline", "reward models")
+
+    def _check_directory(self) -> str | None:
         if self.directory is not None:
-            recorded = read_values(self.directory / CONFIG)[ORIGIN].get("data", {})
-            check_same(recorded, self.data, self.config, self.directory)
-            self.data = {**recorded, **self.data}
-
-    def _check_trained(self, name: str) -> None:
-        assert isinstance(self.config, RunConfig)
-        settle_trained(self.config, name)
-        check_trained(self.config, name)
-
-    def _check_directory(self) -> str:
+            return None
         check_directory(self.config)
         return f"{Path(self.config.runs, self.config.name or '')} can be written"
 
@@ -215,83 +180,127 @@ class Preparation:
         parts = counted(policy.split, "part")
         return f"{stages} ({parts}, max_staleness {policy.max_staleness})"
 
+    def _check_engine(self) -> str | None:
+        if hasattr(self, "graph") and "rollout" not in self.hosts:
+            return None
+        assert isinstance(self.config, RunConfig)
+        return rollout_engine(self.config.engine.rollout, **circumstances(self.config))
+
+    def _check_trained(self, name: str) -> None:
+        factory = TRAINER if name == "trainer" else CRITIC
+        if hasattr(self, "graph") and all(host.factory != factory for host in self.hosts.values()):
+            return
+        assert isinstance(self.config, RunConfig)
+        settle_trained(self.config, name)
+        check_trained(self.config, name)
+
     def _check_models(self) -> str | None:
         assert isinstance(self.config, RunConfig)
         from dataflow.running.services.served_models import check_models
         from dataflow.stages.normalize import normalizes
 
-        pipeline, agents = self.graph.pipeline, self.agents
-        check_models(self.config, agents)
-        for name in agents:
-            rule = rule_of(self.config, source_of(self.config, name))
-            if rule == "running" and not normalizes(pipeline.stages, name):
-                raise ConfigError(
-                    f"reward agent '{name}': this pipeline does not normalise its scores (normalize=running); make "
-                    "it with recipe_pipeline, or give the model normalize=none."
-                )
+        stages, agents = self.graph.pipeline.stages, self.agents
+        check_models(self.config, agents, [name for name in agents if normalizes(stages, name)])
         return ", ".join(self.config.reward.models) or None
 
-    def _check_agent(self, name: str, host: Hosted) -> str:
+    def _check_agent(self, name: str) -> str | None:
         from dataflow.distribution import parse_distribution
         from dataflow.running.services.agent import check_reward
 
-        collector = self.graph.pipeline.collector if hasattr(self, "graph") else None
-        first = collector.host if collector is not None else None
+        if (host := self.agents.get(name)) is None:
+            return None
+        options, target = host.options["options"], host.options["default"]["target"]
         limits = check_reward(**host.options)
-        if host.options["options"].extra_groups and first is not None and name != first.name:
+        first = self.graph.pipeline.collector
+        if options.extra_groups and first is not None and first.host is not None and name != first.host.name:
             raise ConfigError(
-                f"{name}.on_failure=replace_group: the groups of a part are those of agent '{first.name}', so that "
-                f"no other can take the place of a failed one; give {name}.on_failure=drop_group."
+                f"{name}.on_failure=replace_group: the groups of a part are those of agent '{first.host.name}', so "
+                f"that no other can take the place of a failed one; give {name}.on_failure=drop_group."
             )
         if (stand_in := self.stand_ins.get(name)) is not None:
             parse_distribution(stand_in.latency, keyed("judge.latency", name))
-        self.right.add(name)
-        custom, options = source_of(self.config, name).custom, host.options["options"]
-        target = host.options["default"]["target"]
-        changed = [key for key, value in JudgeConfig() if getattr(source_of(self.config, name).judge, key) != value]
-        if target not in (JUDGE, SERVED) and custom.path is None and changed:
-            raise ConfigError(
-                f"{name}.judge.{changed[0]} has no effect: the pipeline has {target} score for agent '{name}'; leave "
-                "it out, or take default= out of its reward_host."
-            )
-        judge = "a stand-in for the judge" if name in self.stand_ins else "the judge"
-        scorer = custom.name if custom.path else judge if name in self.judges else target
-        if scores_alone(options.manager, options.manager_path):
+        source = source_of(self.config, name)
+        scorer = source.custom.name if source.custom.path else target
+        if name in self.judges:
+            scorer = "the judge" if stand_in is None else "a stand-in for the judge"
+        elif scores_alone(options.manager, options.manager_path):
             scorer = f"{name}.manager={options.manager}"
+        changed = [key for key, value in JudgeConfig() if getattr(source.judge, key) != value and key not in _STAND_IN]
+        if changed and name not in self.judges:
+            said = f"judge.{changed[0]} has no effect: {scorer} scores; leave it out."
+            raise ConfigError(keyed(said, name))
         return f"{scorer}, {counted(limits.concurrency, 'request')} in flight"
 
-    def _own_inputs(self, prompts: Prompts | None = None) -> Mapping[str, Callable[[int], Any]]:
-        """Returns the fields of the pipeline file's ``inputs``, which may read the run's models.
+    def _check_references(self) -> list[str]:
+        assert isinstance(self.config, RunConfig)
+        assert self.data.problems is not None
+        return check_truths(self.config, *self.data.problems) if MAIN in self.agents else []
+
+    def _tokenize(self) -> str:
+        """Makes the prompts; of a resumed run, checks that they are those that it was begun with."""
+        assert isinstance(self.config, RunConfig)
+        found = self.data.tokenize(self.config)
+        self.digests = self.data.digests(self.config)
+        if self.directory is not None:
+            recorded = read_values(self.directory / CONFIG)[ORIGIN].get("data", {})
+            check_same(recorded, self.digests, self.config, self.directory)
+            self.digests = {**recorded, **self.digests}
+        return found
+
+    def _take(self) -> None:
+        """Keeps the pipeline's input fields: those of ``inputs(config)``, and the prompts of a run with a model.
 
         Raises:
             ConfigError: nothing supplies an input of the pipeline.
         """
-        if prompts is not None and not prompts.settled and hasattr(self.module, "inputs"):
-            raise NotChecked("inputs(config) may need the model, which is not there")
-        own, file = inputs_of(self.module, self.config), self.module.__file__ or ""
-        found = {*own, *(prompts.FIELDS if prompts else ())}
-        if missing := [
-            name for name in (self.graph.pipeline.inputs if hasattr(self, "graph") else ()) if name not in found
-        ]:
-            where = f"pipeline file '{file}'" if file else "the pipeline"
+        config = self.config
+        own = inputs_of(self.module, config)
+        found = {**self.data.fields(config), **own} if isinstance(config, RunConfig) else own
+        if missing := [name for name in self.graph.pipeline.inputs if name not in found]:
+            where = f"pipeline file '{self.module.__file__}'" if self.module.__file__ else "the pipeline"
             raise ConfigError(
                 f"{where}: nothing supplies its input '{missing[0]}'; define inputs(config), which returns "
                 f"{{'{missing[0]}': a function of the step}}."
             )
-        return own
-
-    def _take(self, found: Mapping[str, Callable[[int], Any]]) -> None:
-        """Keeps the pipeline's input fields: those of ``inputs(config)``, and the prompts of a run with a model."""
         self.inputs = {name: found[name] for name in self.graph.pipeline.inputs}
 
-    def _check_servers(self) -> str:
+    def _check_model_servers(self) -> str | None:
+        """Waits for the reward models that have a url."""
         assert isinstance(self.config, RunConfig)
-        from dataflow.rewards.models.probe import check_servers
-
         wanted = [
             (name, url, model.start_timeout if self._patience_s is None else self._patience_s)
             for name, model in self.config.reward.models.items()
             for url in model.given_urls
         ]
+        if not wanted:
+            return None
+        from dataflow.rewards.models.probe import check_servers
+
         check_servers(wanted)
         return f"{len(wanted)} answer"
+
+    def _check_servers(self) -> str | None:
+        """Waits for the inference servers of ``engine.rollout=http``, and checks that they serve the run's model."""
+        config = self.config
+        assert isinstance(config, RunConfig)
+        if config.engine.rollout != "http" or (hasattr(self, "graph") and "rollout" not in self.hosts):
+            return None
+        from dataflow.engines.http.check import check_servers
+        from dataflow.files import unmakable
+
+        draw, model = config.engine, config.model.path
+        # On other nodes it is the engine that looks: this machine need not have the directory.
+        if draw.weights_dir and "rollout" not in config.ray.nodes and (why := unmakable(draw.weights_dir)) is not None:
+            raise ConfigError(f"engine.weights_dir={draw.weights_dir}: {why}")
+        here = model is not None and Path(model, "config.json").is_file()
+        longest = config.data.max_prompt_length + config.response_length
+        wait_s = draw.server_wait if self._patience_s is None else self._patience_s
+        found = check_servers(
+            draw.urls, draw.api_key_env, model if here else None, longest, sampling_of(config), wait_s
+        )
+        if not here:
+            raise NotChecked(
+                f"they answer ({found}); what they serve is compared with the model of model.path, which is not there "
+                "yet"
+            )
+        return found

@@ -1,4 +1,4 @@
-"""Builds the agent of a run from its configuration; importable in the process that hosts it."""
+"""Builds the agent of a run from its configuration, in the process that hosts it; and checks before that it can."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from dataflow.files import sha256_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.functions import CONTEXT, build_reward, find_reward, load_reward
-from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.ledger import Ledger, check_file
 from dataflow.rewards.managers import build_manager, check_manager, find_manager, limits_declared, scores_alone
 from dataflow.rewards.metrics import RayMetrics, in_ray_worker
-from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.slots import Limits, check_endpoints
@@ -35,8 +33,6 @@ _LOCAL = "http://127.0.0.1"
 """Stands for the address of a judge that the run starts."""
 _FROZEN_S = 10.0
 """Least default of ``reward.frozen_after``: a busy machine may keep the loop waiting for some seconds."""
-_UNUSED: Mapping[str, Any] = {"name": "compute_score", "reward_kwargs": {}}
-"""What section custom_reward_function holds if no function is given."""
 
 
 def build_agent(
@@ -84,9 +80,8 @@ def build_agent(
     if kept is not None and (count_before := getattr(reward, "count_before", None)) is not None:
         count_before(*kept.spent())  # what an earlier process of the run paid for counts against its budget
     if options.manager != "naive" or options.manager_path:
-        reward = build_manager(
-            options.manager, reward, options.manager_path, **{"tokenizer": tokenizer, **options.manager_kwargs}
-        )
+        given = {"tokenizer": tokenizer, **options.manager_kwargs}
+        reward = build_manager(options.manager, reward, options.manager_path, **given)
     declared = limits_declared(reward)
     retry = retry_of(options, declared.get("timeout_s"))
     return RewardAgent(
@@ -104,15 +99,6 @@ def build_agent(
         frozen_exit=_frozen_exit(options, retry.timeout_s, name),
         name=name,
     )
-
-
-def _frozen_exit(options: RewardConfig, timeout_s: float | None, name: str) -> FrozenExit | None:
-    """Returns what ends a frozen agent in a process of its own, by default after the time-out of its calls."""
-    after_s = options.frozen_after
-    if after_s is None and timeout_s is not None:
-        after_s = max(timeout_s, _FROZEN_S)
-    fix = "run it in processes of its own with reward.manager=remote"
-    return frozen_exit(after_s, "a reward function", *(keyed(text, name) for text in ("reward.frozen_after", fix)))
 
 
 def check_reward(
@@ -137,57 +123,52 @@ def check_reward(
 
 def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig) -> Mapping[str, Any]:
     """Returns the limits that what scores declares."""
-    kwargs = default.get("kwargs") or {}
+    kwargs, target = default.get("kwargs") or {}, default["target"]
+    manager = (options.manager_path, options.manager_kwargs)
     keep_secrets([custom, kwargs, options.manager_kwargs])
-    find_manager(options.manager, options.manager_path, options.manager_kwargs)
+    find_manager(options.manager, *manager)
     limits_of(options)
     retry_of(options)
     if options.cache is not None:
         check_file(Path(options.cache).expanduser().absolute())
+    scorer = "custom_reward_function.path" if custom.get("path") else "reward.model" if target == SERVED else None
+    if scores_alone(options.manager, options.manager_path):
+        if scorer is not None:
+            raise ConfigError(f"reward.manager={options.manager} scores alone; leave it or {scorer} out.")
+        return limits_declared(build_manager(options.manager, None, **options.manager_kwargs))
+    if not custom.get("path") and (custom.get("name", "compute_score") != "compute_score" or custom["reward_kwargs"]):
+        raise ConfigError(
+            "custom_reward_function has options, and its path names no file; give it, or leave them out to score "
+            "without one."
+        )
     if custom.get("path"):
-        if scores_alone(options.manager, options.manager_path):
-            raise ConfigError(
-                f"reward.manager={options.manager} scores without a function, and custom_reward_function.path names "
-                "one; leave one of the two out."
-            )
         found = load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
-        declared = check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
+    else:
+        found = find_reward(target)
+    declared = check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
+    if custom.get("path"):
         if not isinstance(found, type) and options.manager_path is None:  # one that a class makes may have more
             check_endpoints(found, limits_of(options))
-        return declared
-    if unused := [key for key, value in _UNUSED.items() if custom.get(key, value) != value]:
-        raise ConfigError(
-            f"custom_reward_function.{unused[0]} is of a function, but custom_reward_function.path names no file; "
-            "give it, or leave both out to score without one."
-        )
-    if scores_alone(options.manager, options.manager_path):
-        if default["target"] == SERVED:
+    elif target in (JUDGE, SERVED):
+        url = kwargs.get("url")
+        if options.endpoints and url is None:
             raise ConfigError(
-                f"reward.manager={options.manager} scores without a reward model; leave reward.model out, and give "
-                "reward.models to another agent, or leave the manager out."
+                f"reward.endpoints={{{next(iter(options.endpoints))}: ...}}: the run starts the servers, at addresses "
+                "that are not known before; leave it out."
             )
-        return limits_declared(build_manager(options.manager, None, **options.manager_kwargs))
-    found = find_reward(default["target"])
-    declared = check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
-    if default["target"] not in (JUDGE, SERVED):
-        return declared
-    url = kwargs.get("url")
-    scores: Any = (
-        ServedReward(**kwargs)
-        if default["target"] == SERVED
-        else Judge(**{**kwargs, "url": _LOCAL if url is None else url})
-    )
-    if url is not None:
-        check_endpoints(scores, limits_of(options))
-    elif options.endpoints:
-        first, key = next(iter(options.endpoints)), "judge.url"
-        if default["target"] == SERVED:
-            key = f"reward.models.{kwargs['name']}.url"
-        raise ConfigError(
-            f"reward.endpoints={{{first}: ...}}: the run starts the servers, at addresses that are not known before; "
-            f"leave it out, or give {key}."
-        )
+        built = found(**(kwargs if target == SERVED else {**kwargs, "url": url or _LOCAL}))
+        if url is not None:
+            check_endpoints(built, limits_of(options))
     return declared
+
+
+def _frozen_exit(options: RewardConfig, timeout_s: float | None, name: str) -> FrozenExit | None:
+    """Returns what ends a frozen agent in a process of its own, by default after the time-out of its calls."""
+    after_s = options.frozen_after
+    if after_s is None and timeout_s is not None:
+        after_s = max(timeout_s, _FROZEN_S)
+    fix = "run it in processes of its own with reward.manager=remote"
+    return frozen_exit(after_s, "a reward function", *(keyed(text, name) for text in ("reward.frozen_after", fix)))
 
 
 def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) -> Limits:
@@ -215,14 +196,10 @@ def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], option
     """Returns a text that identifies how samples are scored; it differs if a file or prompt has changed."""
     manager = [options.manager, _content(options.manager_path), dict(options.manager_kwargs)]
     if custom is not None and custom.get("path"):
-        what: list[Any] = [
-            _content(custom["path"]),
-            custom.get("name"),
-            custom.get("reward_kwargs"),
-            options.model_tokenizer,
-        ]
-        if options.models:  # which the function may ask
-            what.append({name: _content(model.scoring(name)) for name, model in options.models.items()})
+        function = [custom.get("name"), custom.get("reward_kwargs"), options.model_tokenizer]
+        # Which the function may ask.
+        models = {name: _content(model.scoring(name)) for name, model in options.models.items()}
+        what: list[Any] = [_content(custom["path"]), *function, models]
     else:
         kwargs = {name: value for name, value in (default.get("kwargs") or {}).items() if name not in _ASIDE}
         what = [default["target"], _content(default.get("scoring", kwargs))]

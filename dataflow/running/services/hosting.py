@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import os
+import platform
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.config.reward import RewardConfig, asked_of, concurrency_of, model_of, source_of
+from dataflow.config.reward import asked_of, concurrency_of, model_of, source_of
+from dataflow.engines.base import Sampling
 from dataflow.engines.choice import refused_temperature, rollout_engine
+from dataflow.engines.profiling import TaskProfiler
 from dataflow.errors import ConfigError, ModelError
 from dataflow.executors.ray.paths import SharedPaths
-from dataflow.models.directory import room_of
 from dataflow.models.size import count
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
-from dataflow.running.services.nodes import agent_place, model_files, node_rules, on_cluster
-from dataflow.running.services.servers import servers_host
-from dataflow.running.services.training import check_reader, check_training, profiler_of
+from dataflow.running.services.nodes import node_rules, on_cluster, shared_files
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
 VLLM = "dataflow.engines.vllm.engine:VllmRollout"
+SERVERS = "dataflow.engines.http.engine:HttpRollout"
 REPLICAS = "dataflow.running.services.replicas:build_replicas"
 TRAINER = "dataflow.engines.verl.trainer:VerlTrainer"
 CRITIC = "dataflow.engines.verl.trainer:VerlCritic"
@@ -30,6 +32,8 @@ REWARD = "dataflow.running.services.agent:build_agent"
 ROUTER = "127.0.0.1:0"
 """Address of the reward models for users' functions while it is not known."""
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
+_UNNAMED = uuid.uuid4().hex
+"""Stands for the runs without a name of this process."""
 # Shares of a GPU for trainer, critic and engine; colocated reward models have the rest. On a shared GPU the trainer's
 # share is over half of it, the critic's over half of the rest, and so on, so that Ray, which places the largest shares
 # first, puts no two ranks on one GPU.
@@ -43,7 +47,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Pools:
-    """The GPU pools of a run; tasks of one pool exclude each other.
+    """The GPUs of a run.
 
     Attributes:
         training: resource that the trainer's stages occupy.
@@ -67,22 +71,19 @@ class Pools:
     @property
     def resources(self) -> dict[str, int | None]:
         """The slots of each resource of a pipeline with these pools."""
-        return {self.training: 1, self.sampling: 1, MAIN: None, "controller": 1, "io": 1}
+        return self.with_agents()
 
     def with_agents(self, *names: str) -> dict[str, int | None]:
-        """Returns :attr:`resources` and one for each further reward agent, on which its rewards are collected.
+        """Returns the resources, with one for each further reward agent, on which its rewards are collected.
 
         Raises:
             ConfigError: an agent has the name of another resource.
         """
-        if taken := [name for name in names if name in self.resources]:
+        before: dict[str, int | None] = {self.training: 1, self.sampling: 1, MAIN: None}
+        after: dict[str, int | None] = {"controller": 1, "io": 1}
+        if taken := [name for name in names if name in before or name in after]:
             raise ConfigError(f"the name of reward agent '{taken[0]}' is that of a resource; give it another one.")
-        found: dict[str, int | None] = {}
-        for name, slots in self.resources.items():
-            found[name] = slots
-            if name == MAIN:  # beside each other on the timeline
-                found |= dict.fromkeys(names)
-        return found
+        return {**before, **dict.fromkeys(names), **after}  # agents are beside each other on the timeline
 
 
 def pools_of(config: Any, *, critic: bool = False) -> Pools:
@@ -96,21 +97,31 @@ def pools_of(config: Any, *, critic: bool = False) -> Pools:
         ConfigError: GPUs cannot be shared this way.
     """
     gpus, apart = config.ray.gpus_per_worker, config.placement == "disaggregated"
-    if not apart and gpus not in (0, 1):
+    if gpus not in (0, 1) and (critic or not apart):
+        who = "trainer and critic" if apart else "colocated, engine and trainer"
+        other = "" if apart else ", or placement=disaggregated"
         raise ConfigError(
-            f"ray.gpus_per_worker={gpus:g}: colocated, engine and trainer share whole GPUs; give 1, a rank for each "
-            "GPU (trainer.world_size), or placement=disaggregated."
-        )
-    if critic and gpus not in (0, 1):
-        raise ConfigError(
-            f"ray.gpus_per_worker={gpus:g}: trainer and critic share whole GPUs; give 1, a rank for each GPU "
-            "(trainer.world_size)."
+            f"ray.gpus_per_worker={gpus:g}: {who} share whole GPUs; give 1, a rank for each GPU "
+            f"(trainer.world_size){other}."
         )
     trainer_share, critic_share, engine_share = SHARES[config.placement, critic]
     training, sampling = ("train", "rollout") if apart else ("gpu", "gpu")
     if config.engine.rollout == "http":
         engine_share = 0.0  # their GPUs are elsewhere
     return Pools(training, sampling, gpus * trainer_share, gpus * engine_share, gpus * critic_share)
+
+
+def gpus_of(hosts: Iterable[Hosted]) -> int:
+    """Returns how many GPUs services need together; those that share one count once."""
+    shares, alone = 0.0, 0
+    for host in hosts:
+        if host.factory == REPLICAS:
+            of, number = host.options["gpus"], host.options["devices"] * host.options["number"]
+        else:
+            of, number = host.gpus, host.devices * host.ranks
+        shares += of * number
+        alone += number if 0.5 < of < 1 else 0  # no two such shares fit on one GPU
+    return max(alone, math.ceil(round(shares, 6)))
 
 
 def trainer_host(config: Any, pools: Pools) -> Hosted:
@@ -134,8 +145,8 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
         gpus=pools.trainer_gpus,
         concurrent=True,  # a checkpoint is written while it trains
         run_directory=config.checkpoint.export or bool(config.profile.steps),
-        **model_files(config.model.path, others={"trainer.lora.adapter": config.trainer.lora.adapter}),
-        around=profiler_of(config),
+        files=shared_files({"model.path": config.model.path, "trainer.lora.adapter": config.trainer.lora.adapter}),
+        around=_profiler(config),
     )
 
 
@@ -146,12 +157,12 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         config: a :class:`~dataflow.config.run.RunConfig` with a section ``critic``.
         pools: made with ``critic=True``.
     """
-    model = config.critic.path or config.model.path
+    own = config.critic.path
     return Hosted(
         "critic",
         CRITIC,
         {
-            "model": model,
+            "model": own or config.model.path,
             "critic": config.critic,
             "total_steps": config.steps,
             "seed": config.seed,
@@ -163,52 +174,20 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
         run_directory=bool(config.profile.steps),
-        **model_files(
-            model,
-            "critic.path" if config.critic.path else "model.path",
-            {"critic.lora.adapter": config.critic.lora.adapter},
+        files=shared_files(
+            {
+                "critic.path" if own else "model.path": own or config.model.path,
+                "critic.lora.adapter": config.critic.lora.adapter,
+            }
         ),
-        around=profiler_of(config),
+        around=_profiler(config),
     )
-
-
-def check_trained(config: Any, name: str) -> None:
-    """Checks that a model can be trained as its section says, with what the run samples.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-        name: of the section: ``trainer``, or another one of a model that is trained.
-
-    Raises:
-        ConfigError: it cannot; a critic of another model cannot read what the actor samples.
-    """
-    section, actor = getattr(config, name), config.model.path
-    own = getattr(section, "path", None)
-    if name == "trainer" and config.engine.temperature == 0:
-        raise ConfigError(
-            "engine.temperature=0: training divides the logits by it, and greedy responses to a prompt are all the "
-            "same; give more than 0."
-        )
-    check_training(section, own or actor, "cuda" if config.ray.gpus_per_worker else "cpu")
-    if own and actor and os.path.isdir(own) and os.path.isdir(actor):
-        check_reader(config, own, f"{name}.path")
-
-
-def gpus_of(hosts: Iterable[Hosted]) -> int:
-    """Returns how many GPUs services need together; those that share one count once."""
-    shares, alone = 0.0, 0
-    for host in hosts:
-        if host.factory == REPLICAS:
-            of, number = host.options["gpus"], host.options["devices"] * host.options["number"]
-        else:
-            of, number = host.gpus, host.devices * host.ranks
-        shares += of * number
-        alone += number if 0.5 < of < 1 else 0  # no two such shares fit on one GPU
-    return max(alone, math.ceil(round(shares, 6)))
 
 
 def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Hosted:
     """Returns the host of a reward agent: of the user's function, else of a reward model, a default or the judge.
+
+    It runs beside the command, where its ledger, its files and the servers that the run starts are.
 
     Args:
         config: a :class:`~dataflow.config.run.RunConfig`.
@@ -219,17 +198,19 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
     Raises:
         ConfigError: the configuration has no such agent.
     """
-    source = source_of(config, name)
+    source, models = source_of(config, name), config.reward.models
     _name, options, custom, judge = source
     own = {"target": JUDGE, "kwargs": judge.client_options()} if default is None else {"target": default}
-    if (model := model_of(config, source)) in config.reward.models and not custom.path:
-        served = config.reward.models[model]
+    update: dict[str, Any] = {}
+    if (model := model_of(config, source)) in models and not custom.path:
+        served = models[model]
         own = {"target": SERVED, "kwargs": served.client_options(model), "scoring": served.scoring(model)}
-        options = options.model_copy(update={"concurrency": concurrency_of(config, source)})
-    if custom.path and config.reward.models:
-        address = options.router_address or ROUTER
-        options = options.model_copy(update={"models": config.reward.models, "router_address": address})
-    asked = config.reward.models.get(model or asked_of(config, source))
+        update["concurrency"] = concurrency_of(config, source)
+    if custom.path and models:
+        update |= {"models": models, "router_address": options.router_address or ROUTER}
+    if options.manager == "dapo" and options.manager_path is None:
+        update["manager_kwargs"] = {"max_response_length": config.response_length, **options.manager_kwargs}
+    asked = models.get(model or asked_of(config, source))
     # Rebuilt by itself it would send its requests again, and wake a model while others use its GPUs.
     rebuilt = asked is None or asked.placement != "colocated"
     return Hosted(
@@ -239,52 +220,139 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
             "name": name,
             "custom": custom.model_dump(),
             "default": own,
-            "options": _with_length(options, config.response_length),
+            "options": options.model_copy(update=update) if update else options,
             "run": config.name or "run",
             "ledger": config.run_file(file_of("rewards.sqlite", name)),
             "tokenizer": config.model.path,
         },
         concurrent=True,
         restarts=options.restarts if rebuilt else 0,
-        **agent_place(config, source, judged=default is None),
+        here=True,
+        run_directory=options.ledger and options.cache is None,
     )
 
 
-def _with_length(options: RewardConfig, response_length: int) -> RewardConfig:
-    """Returns section ``reward`` with the run's longest response for the manager ``dapo``, unless it has one."""
-    if options.manager != "dapo" or options.manager_path is not None:
-        return options
-    kwargs = {"max_response_length": response_length, **options.manager_kwargs}
-    return options.model_copy(update={"manager_kwargs": kwargs})
+def rollout_host(config: Any, gpus: float) -> Hosted:
+    """Returns the host of the rollout engine, named ``rollout``; the engine need not be installed to draw the graph.
 
-
-def check_room(config: Any) -> None:
-    """Checks that a response fits into the model in the directory ``config.model.path``.
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        gpus: for each of the engine's workers, shares allowed; 0 samples on the CPU.
 
     Raises:
-        ConfigError: it does not, or the model does not have a stop token.
+        ConfigError: the engine does not support an option.
     """
-    draw, room = config.engine, room_of(config.model.path)
-    key = "tools.max_response_tokens" if config.tools.offered else "engine.max_tokens"
-    tokens, positions = config.response_length, room.positions
-    if positions is not None and tokens >= positions:
-        raise ConfigError(
-            f"{key}={tokens}: with a prompt that is more than the {positions} tokens that model "
-            f"'{config.model.path}' can read; lower it."
-        )
-    kind = engine_kind(config)
-    # vLLM and servers reserve memory for the longest possible prompt; transformers for each actual one.
-    longest = config.data.max_prompt_length
-    if kind != "hf" and positions is not None and longest + tokens > positions:
-        raise ConfigError(
-            f"data.max_prompt_length={longest} and {key}={tokens} are together more than the {positions} tokens that "
-            f"model '{config.model.path}' can read; lower one."
-        )
-    if room.vocabulary is not None and (over := [i for i in draw.stop_token_ids if i >= room.vocabulary]):
-        raise ConfigError(
-            f"engine.stop_token_ids: model '{config.model.path}' has no token {over[0]}; give ids below "
-            f"{room.vocabulary}."
-        )
+    draw = config.engine
+    device = "cuda" if gpus else "cpu"
+    kind = engine_kind(config, device=device)
+    for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
+        if why := refused_temperature(value, kind):
+            raise ConfigError(f"{key}.temperature={value:g}: {why}.")
+    # The prompt of a later turn includes the turns before it.
+    turns = config.tools.max_response_tokens if config.tools.offered else 0
+    longest = config.data.max_prompt_length + turns
+    files = shared_files({"model.path": config.model.path, "tools.path": config.tools.path})
+    if kind == "http":
+        return _servers_host(config, longest, files)
+    options: dict[str, Any] = {
+        "model": config.model.path,
+        "max_prompt_length": longest,
+        "threads": config.trainer.threads,
+        "device": device,
+    }
+    factory, workers = HF, draw.tensor_parallel
+    if kind == "vllm":
+        factory = VLLM
+        options |= {
+            "max_tokens": draw.max_tokens,
+            "max_num_seqs": draw.max_num_seqs,
+            "gpu_memory": config.engine_memory,
+            "in_flight": draw.in_flight,
+            "tensor_parallel": workers,
+        }
+        if turns:
+            options["max_model_len"] = longest
+        if gpus:
+            options |= {"dtype": "bfloat16", "kv_cache_bytes": None}
+        if draw.kv_cache_gb:
+            options["kv_cache_bytes"] = int(draw.kv_cache_gb * 2**30)
+    elif workers > 1:
+        raise ConfigError(f"engine.tensor_parallel={workers}: the transformers engine has one worker; use vllm.")
+    if draw.replicas > 1:
+        if config.executor == "inline":
+            raise ConfigError(f"engine.replicas={draw.replicas} needs processes of their own; use executor=ray.")
+        options = {
+            "factory": factory,
+            "options": options,
+            "number": draw.replicas,
+            "slots": draw.max_num_seqs,
+            "gpus": gpus,
+            "devices": workers,
+            "threads": config.trainer.threads,
+            "nodes": node_rules(config).get("rollout"),
+            "paths": SharedPaths("rollout", files) if on_cluster(config) else None,
+        }
+        factory, gpus, workers = REPLICAS, 0.0, 1
+    return Hosted(
+        "rollout",
+        factory,
+        options,
+        gpus=gpus,
+        devices=workers,
+        concurrent=True,
+        restarts=draw.restarts,
+        # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
+        alone=device == "cuda" and config.placement == "colocated",
+        close_s=_CLOSE_S if kind == "vllm" else 1.0,
+        run_directory=factory == HF and bool(config.profile.steps),
+        files=files,
+        around=_profiler(config) if factory == HF else None,
+    )
+
+
+def _servers_host(config: Any, longest: int, files: dict[str, str]) -> Hosted:
+    """Returns the host of the client of inference servers that run elsewhere."""
+    draw = config.engine
+    return Hosted(
+        "rollout",
+        SERVERS,
+        {
+            "model": config.model.path,
+            "max_prompt_length": longest,
+            "urls": list(draw.urls),
+            "sampling": sampling_of(config),
+            "max_model_len": config.data.max_prompt_length + config.response_length,
+            "api_key_env": draw.api_key_env,
+            "slots": draw.max_num_seqs,
+            "timeout": draw.request_timeout,
+            "tries": draw.request_tries,
+            "wait": draw.server_wait,
+            "weights_dir": _weights_directory(config),
+            "in_flight": draw.in_flight,
+        },
+        concurrent=True,
+        restarts=draw.restarts,
+        here=True,  # it may reach servers that only this machine does
+        run_directory=draw.weights_dir is None,
+        files=files,
+    )
+
+
+def _weights_directory(config: Any) -> str | None:
+    """Returns the directory for the weights of a run, which is the same after a resume; None for a temporary one."""
+    if not config.engine.weights_dir:
+        own = config.run_file("weights")
+        return None if own is None else str(own)
+    # Runs of one name in other folders, or on other machines, may share engine.weights_dir.
+    run = f"{platform.node()}:{config.run_file('')}" if config.name else _UNNAMED
+    digest = hashlib.sha256(run.encode()).hexdigest()[:8]
+    return str(Path(config.engine.weights_dir, f"{config.name or 'run'}-weights-{digest}"))
+
+
+def sampling_of(config: Any) -> Sampling:
+    """Returns how the run draws its samples, which decides the log-probs that servers elsewhere must report."""
+    names = ("temperature", "top_p", "top_k", "max_tokens", "min_p", "repetition_penalty")
+    return Sampling(**{name: getattr(config.engine, name) for name in names})
 
 
 def circumstances(config: Any) -> dict[str, Any]:
@@ -306,95 +374,15 @@ def circumstances(config: Any) -> dict[str, Any]:
     }
 
 
-def check_engine(config: Any) -> str:
-    """Checks that the rollout engine is installed, for the device of the run; returns its kind.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    return rollout_engine(config.engine.rollout, **circumstances(config))
-
-
 def engine_kind(config: Any, **known: Any) -> str:
     """Returns the kind of the rollout engine, whether it is installed or not, with circumstances known otherwise."""
     name = config.engine.rollout
     return str(name) if name != "auto" else rollout_engine(name, **circumstances(config) | known)
 
 
-def rollout_host(config: Any, gpus: float) -> Hosted:
-    """Returns the host of the rollout engine, named ``rollout``; the engine need not be installed to draw the graph.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-        gpus: for each of the engine's workers, shares allowed; 0 samples on the CPU.
-
-    Raises:
-        ConfigError: the engine does not support an option.
-    """
-    draw = config.engine
-    device = "cuda" if gpus else "cpu"
-    kind = engine_kind(config, device=device)
-    for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
-        if why := refused_temperature(value, kind):
-            raise ConfigError(f"{key}.temperature={value:g}: {why}.")
-    # The prompt of a later turn includes the turns before it.
-    turns = config.tools.max_response_tokens if config.tools.offered else 0
-    if kind == "http":
-        return servers_host(config, config.data.max_prompt_length + turns)
-    options: dict[str, Any] = {
-        "model": config.model.path,
-        "max_prompt_length": config.data.max_prompt_length + turns,
-        "threads": config.trainer.threads,
-        "device": device,
-    }
-    factory, workers = HF, draw.tensor_parallel
-    if kind == "vllm":
-        factory = VLLM
-        options |= {
-            "max_tokens": draw.max_tokens,
-            "max_num_seqs": draw.max_num_seqs,
-            "gpu_memory": config.engine_memory,
-            "in_flight": draw.in_flight,
-            "tensor_parallel": workers,
-        }
-        if turns:
-            options["max_model_len"] = config.data.max_prompt_length + turns
-        if gpus:
-            options |= {"dtype": "bfloat16", "kv_cache_bytes": None}
-        if draw.kv_cache_gb:
-            options["kv_cache_bytes"] = int(draw.kv_cache_gb * 2**30)
-    elif workers > 1:
-        raise ConfigError(f"engine.tensor_parallel={workers}: the transformers engine has one worker; use vllm.")
-    if draw.replicas > 1:
-        if config.executor == "inline":
-            raise ConfigError(f"engine.replicas={draw.replicas} needs processes of their own; use executor=ray.")
-        options = {
-            "factory": factory,
-            "options": options,
-            "number": draw.replicas,
-            "slots": draw.max_num_seqs,
-            "gpus": gpus,
-            "devices": workers,
-            "threads": config.trainer.threads,
-            "nodes": node_rules(config).get("rollout"),
-            "paths": SharedPaths("rollout", **model_files(config.model.path)) if on_cluster(config) else None,
-        }
-        factory, gpus, workers = REPLICAS, 0.0, 1
-    return Hosted(
-        "rollout",
-        factory,
-        options,
-        gpus=gpus,
-        devices=workers,
-        concurrent=True,
-        restarts=draw.restarts,
-        # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
-        alone=device == "cuda" and config.placement == "colocated",
-        close_s=_CLOSE_S if kind == "vllm" else 1.0,
-        run_directory=factory == HF and bool(config.profile.steps),
-        **model_files(config.model.path, others={"tools.path": config.tools.path}),
-        around=profiler_of(config) if factory == HF else None,
-    )
+def _profiler(config: Any) -> TaskProfiler | None:
+    """Returns what profiles the tasks of the chosen steps; None if there are none, or the run has no directory yet."""
+    directory = config.run_file("profile")
+    if not config.profile.steps or directory is None:
+        return None
+    return TaskProfiler(frozenset(config.profile.steps), directory)

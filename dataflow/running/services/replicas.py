@@ -11,11 +11,7 @@ from dataflow.executors.ray import replicas
 
 
 def build_replicas(
-    factory: str | Callable[..., RolloutEngine],
-    options: Mapping[str, Any],
-    number: int,
-    slots: int = 256,
-    **where: Any,
+    factory: str | Callable[..., RolloutEngine], options: Mapping[str, Any], number: int, slots: int = 256, **where: Any
 ) -> Replicas:
     """Starts engines in actors of their own; see :func:`dataflow.executors.ray.replicas.start`.
 

@@ -15,23 +15,22 @@ from urllib.parse import urlsplit
 
 from loguru import logger
 
-from dataflow.config.reward import JudgeConfig, Source, asked_of, model_of, source_of, sources_of
+from dataflow.config.reward import asked_of, model_of, rule_of, source_of, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.engines.choice import vllm_device
-from dataflow.errors import ConfigError, ModelError, RunError, counted, nearest
+from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
 from dataflow.files import no_file
-from dataflow.models.directory import chat_template, check_files, check_head, headers, room_of
+from dataflow.models.directory import chat_template, check_files, check_head, headers
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.functions import load_reward, takes
-from dataflow.rewards.managers import scores_alone
 from dataflow.rewards.models.conversation import check_template, read_template
 from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
 from dataflow.running.services.hosting import SHARES
-from dataflow.running.services.nodes import model_files, on_cluster
+from dataflow.running.services.nodes import on_cluster, shared_files
 from dataflow.stage import Hosted
 from dataflow.system.extras import not_installed
 from dataflow.system.loopback import ADDRESS
@@ -43,144 +42,89 @@ ROUTER = "its router"
 SERVER = "dataflow.rewards.models.server:ModelServer"
 
 
-def check_models(config: RunConfig, agents: Iterable[str]) -> None:
+def check_models(config: RunConfig, agents: Iterable[str], normalized: Iterable[str] = ()) -> None:
     """Checks the reward models of a run, without starting anything.
 
     Args:
         config: of the run.
         agents: names of its reward agents.
+        normalized: those of them whose scores the pipeline normalises.
 
     Raises:
         ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
     """
-    models, scoring, asked, free = config.reward.models, set[str](), set[str](), list[str]()
+    models, scoring, asked = config.reward.models, set[str](), set[str]()
     for name in agents:
         source = source_of(config, name)
         scorer, named = model_of(config, source), source.options.model
         if named is not None and named not in models:
-            words = keyed(f"reward.model={named}: there is no reward model of that name", name)
-            others = f"name one of reward.models ({', '.join(models)}), or " if models else ""
-            raise ConfigError(f"{words}{nearest(named, models) or f'; {others}give reward.models.{named}.path.'}")
-        try:
-            _check_effect(source, scorer)
-            if models and source.custom.path is not None:
-                asked |= _asked(config, source)
-        except ConfigError as error:
-            raise ConfigError(keyed(str(error), name)) from error
+            hint = nearest(named, models) or f"; give reward.models.{named}.path."
+            raise ConfigError(keyed(f"reward.model={named}: there is no reward model of that name{hint}", name))
         if scorer is not None:
             scoring.add(scorer)
-        elif source.custom.path is None:
-            free.append(name)
+        elif models and source.custom.path is not None and _asks(source.custom):
+            if (only := asked_of(config, source)) is None:
+                raise ConfigError(
+                    keyed(
+                        f"the function of custom_reward_function.path={source.custom.path} asks one reward model "
+                        f"(reward_router_address), and there are {', '.join(models)}; name it with reward.model.",
+                        name,
+                    )
+                )
+            asked.add(only)
+        if rule_of(config, source) == "running" and name not in normalized:
+            raise ConfigError(
+                f"reward agent '{name}': this pipeline does not normalise its scores (normalize=running); make it with "
+                "recipe_pipeline, or give the model normalize=none."
+            )
     for name, model in models.items():
         if name not in scoring and name not in asked:
             raise ConfigError(
-                f"reward.models.{name}: no reward agent uses it; "
-                f"{f'give {free[0]}.model={name}, or ' if free else ''}leave it out (a function asks it only with a "
-                "parameter reward_router_address)."
-            )
-        if name not in scoring and model.normalize != "none":  # a function scores
-            raise ConfigError(
-                f"reward.models.{name}.normalize={model.normalize} has no effect: a function gets what the server "
-                "answers; leave it out."
+                f"reward.models.{name}: no reward agent uses it; give reward.model={name}, or leave it out (a function "
+                "asks it only with a parameter reward_router_address)."
             )
         try:
             _check_place(config, model)
-            _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu", name in scoring)
+            if model.url is None:
+                _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu", name in scoring)
         except (ConfigError, ModelError) as error:
             raise ConfigError(f"reward.models.{name}: {error}") from error
 
 
-def _check_effect(source: Source, scorer: str | None) -> None:
-    """Checks that no key of an agent is without effect because of what scores for it.
-
-    Raises:
-        ConfigError: one is, by its name in the agent reward.
-    """
-    options, judge = source.options, source.judge
-    changed = [key for key, value in JudgeConfig() if key not in _STAND_IN and getattr(judge, key) != value]
-    alone = scores_alone(options.manager, options.manager_path)
-    what = f"reward.manager={options.manager}" if alone else f"custom_reward_function.path={source.custom.path}"
-    if changed and (alone or source.custom.path is not None):
-        raise ConfigError(f"judge.{changed[0]} has no effect: {what} scores; leave it out.")
-    if scorer is None:
-        return
-    if changed:
-        raise ConfigError(
-            f"judge.{changed[0]} has no effect: reward model '{scorer}' scores; leave it out, or give the key of "
-            f"reward.models.{scorer} (prompt, url)."
-        )
-    if unread := [key for key in ("router_address", "model_tokenizer") if getattr(options, key) is not None]:
-        raise ConfigError(
-            f"reward.{unread[0]} has no effect: it is for a function, and reward model '{scorer}' scores; leave it out."
-        )
-
-
-_STAND_IN = ("latency", "time_scale")
-"""Keys of the judge's stand-in, which recipes and scripts set for whatever scores."""
-
-
-def _asked(config: RunConfig, source: Source) -> set[str]:
-    """Returns the model that an agent's function asks at ``reward_router_address``, if it does.
-
-    Raises:
-        ConfigError: ``reward.model`` does not name it although there are several, or names it without effect.
-    """
-    custom, options = source.custom, source.options
-    assert custom.path is not None
+def _asks(custom: Any) -> bool:
+    """Whether a function is given the address of a reward model."""
     found = load_reward(custom.path, custom.name, custom.reward_kwargs)
-    asks = takes(found, "reward_router_address") and "reward_router_address" not in custom.reward_kwargs
-    if not asks or options.router_address is not None:
-        if options.model is not None:
-            raise ConfigError(
-                f"reward.model={options.model} has no effect: the function of custom_reward_function.path="
-                f"{custom.path} scores, and does not ask it (reward_router_address); leave it out."
-            )
-        return set()
-    if (model := asked_of(config, source)) is None:
-        raise ConfigError(
-            f"the function of custom_reward_function.path={custom.path} asks one reward model (reward_router_address), "
-            f"and there are {', '.join(config.reward.models)}; name it with reward.model."
-        )
-    return {model}
+    return takes(found, "reward_router_address") and "reward_router_address" not in custom.reward_kwargs
 
 
 def _check_place(config: RunConfig, model: ServedModelConfig) -> None:
-    """Checks that a model can be where it shall be, and that what serves it is installed."""
+    """Checks that a model can be where it shall be, and that what routes to it is installed."""
+    gpus, servers = bool(config.ray.gpus_per_worker), model.replicas * model.tensor_parallel
     many = (model.servers > 1 or on_cluster(config)) and len(model.given_urls) != 1
     if many and (why := not_installed("vllm_router")) is not None:
         raise ConfigError(why)
-    gpus = bool(config.ray.gpus_per_worker)
-    if model.url is None and gpus and config.executor != "ray":
-        raise ConfigError("Ray gives servers their GPUs; give executor=ray, or the url of servers that run elsewhere.")
-    if model.placement != "colocated" or model.url is not None:
+    if model.url is not None:
         return
-    if not gpus:
-        raise ConfigError("placement=colocated: vLLM cannot sleep on a CPU; give placement=own.")
-    if on_cluster(config):
-        raise ConfigError(
-            "placement=colocated: on a cluster (ray.address) servers cannot share the GPUs of trainer and engine; give "
-            "placement=own, or the url of servers that run elsewhere."
-        )
-    if config.placement != "colocated":
-        raise ConfigError(
-            f"placement=colocated: with placement={config.placement} of the run trainer and engine share no GPUs that "
-            "the model could share, too; give the model placement=own."
-        )
-    if (wanted := model.replicas * model.tensor_parallel) > config.trainer.world_size:
-        raise ConfigError(
-            f"placement=colocated: its servers need {counted(wanted, 'GPU')}, and trainer and engine have "
-            f"{config.trainer.world_size}; lower replicas or tensor_parallel."
-        )
+    if gpus and config.executor != "ray":
+        raise ConfigError("Ray gives servers their GPUs; give executor=ray, or the url of servers that run elsewhere.")
+    if model.placement != "colocated":
+        return
+    for wrong, why in (
+        (not gpus, "vLLM cannot sleep on a CPU"),
+        (on_cluster(config), "on a cluster (ray.address) servers cannot share the GPUs of trainer and engine"),
+        (config.placement != "colocated", "with placement=disaggregated trainer and engine share no GPUs"),
+        (
+            servers > config.trainer.world_size,
+            f"its servers need {servers} GPUs, and trainer and engine have {config.trainer.world_size}",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"placement=colocated: {why}; give placement=own.")
 
 
 def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
-    if model.path is None:
-        return
-    path = Path(model.path).expanduser()
-    if model.url is not None:  # its tokenizer is all that is read
-        if not path.is_dir():
-            raise ConfigError(f"model {path} {'is no directory' if path.exists() else 'does not exist'}; leave it out.")
-        return
+    """Checks what vLLM would serve without a word, or refuse after a minute."""
+    path = Path(model.path or "").expanduser()
     if model.kind == "chat":
         if not check_files(path, "chat").get("quantization_config"):
             headers(path)
@@ -199,22 +143,13 @@ def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
     elif model.kind == "chat":  # the template of a classifier is checked where its client is
         where = f"template={model.template}"
         check_template(load_tokenizer(str(path), "path"), read_template(model.template, where), where)
-    positions = room_of(path).positions
-    if model.max_model_len is not None and positions is not None and model.max_model_len > positions:
-        raise ConfigError(f"max_model_len={model.max_model_len}: model {path} reads {positions} tokens; lower it.")
-    for key in ("tensor_parallel", "gpu_memory"):
-        given, default = getattr(model, key), ServedModelConfig.model_fields[key].default
-        if given != default and device == "cpu":
-            raise ConfigError(f"{key}={given}: this run has no GPUs (ray.gpus_per_worker=0); leave it out.")
     if (found := vllm_device()) != device:
-        there = "is not installed" if found is None else f"that is installed is for {_DEVICES[found]}"
+        devices = {"cpu": "the CPU", "cuda": "GPUs"}
+        there = "is not installed" if found is None else f"that is installed is for {devices[found]}"
         raise ConfigError(
-            f"vLLM {there}, and this run serves its models on {_DEVICES[device]}; pip install "
+            f"vLLM {there}, and this run serves its models on {devices[device]}; pip install "
             f"'dataflow-rl[{'cpu' if device == 'cpu' else 'gpu'}]', or give the url of a server."
         )
-
-
-_DEVICES = {"cpu": "the CPU", "cuda": "GPUs"}
 
 
 def model_hosts(
@@ -240,7 +175,6 @@ def model_hosts(
             # Over half of what is left of a GPU, so that Ray puts no two servers of a model on one.
             share = math.floor(left * 6000) / 10000
             left -= share
-        options = model.server_options()
         key = f"reward.models.{name}"
         for number in range(model.replicas):
             server = f"{name}-{number}"
@@ -249,7 +183,7 @@ def model_hosts(
                 SERVER,
                 {
                     "what": f"reward model '{name}': server {number}",
-                    "words": serve_command(name, device=device, **options),
+                    "words": serve_command(name, device=device, **model.server_options()),
                     "log": str(directory.absolute() / LOGS / f"{server}.log"),
                     "port": ports[name][number].number if ports and name in ports else None,
                     "device": device,
@@ -264,7 +198,7 @@ def model_hosts(
                 close_s=2 * CLOSE_S,
                 here=not gpus,
                 run_directory=True,
-                **model_files(model.path, f"{key}.path", {f"{key}.template": model.template}),
+                files=shared_files({f"{key}.path": model.path, f"{key}.template": model.template}),
             )
     return found
 
@@ -298,11 +232,9 @@ class ServedModels:
         self.hosts: dict[str, Hosted] = {}
 
     def __enter__(self) -> ServedModels:
-        ports: dict[str, list[Port]] = {}
+        config, ports = self._config, dict[str, list[Port]]()
         for name, model in self._models.items():
-            here = not on_cluster(self._config) or not (
-                self._config.ray.gpus_per_worker or name in self._config.ray.nodes
-            )
+            here = not on_cluster(config) or not (config.ray.gpus_per_worker or name in config.ray.nodes)
             if model.url is None and here:
                 address = self._address if model.replicas == 1 else ADDRESS
                 ports[name] = [self._port(address) for _ in range(model.replicas)]
@@ -312,9 +244,9 @@ class ServedModels:
                 self._routers[name] = self._port(self._address), self._port(ADDRESS)
                 base = self._routers[name][0].url
             model.serve_at(base, servers)
-        self.hosts = model_hosts(self._config, self._directory, ports)
-        for source in sources_of(self._config):
-            asked = asked_of(self._config, source)
+        self.hosts = model_hosts(config, self._directory, ports)
+        for source in sources_of(config):
+            asked = asked_of(config, source)
             if asked is not None and source.options.router_address is None:
                 source.options.router_address = urlsplit(str(self._models[asked].base)).netloc
         return self
@@ -350,15 +282,16 @@ class ServedModels:
             words = router_command(own or model.urls, metrics.number, model.routing)
             log, what = self._directory / LOGS / f"{name}-router.log", f"reward model '{name}': its router"
             variables = {"RUST_LOG": "warn", **os.environ}  # by default it logs each choice
-            at = Port(port.address, port.number)
             # Its /health wants all servers, of which one may have died.
+            at = Port(port.address, port.number)
             child = Child(words, at, log, variables, model.start_timeout, what, ready="/readiness")
             self._children.append(child)
             child.start()
         await asyncio.gather(*(asyncio.to_thread(child.wait_ready) for child in self._children))
-        kept = []
-        for name, child in zip(self._routers, self._children, strict=True):
-            kept.append(self._keep(name, ROUTER, child.ended, child.restart))
+        kept = [
+            self._keep(name, ROUTER, child.ended, child.restart)
+            for name, child in zip(self._routers, self._children, strict=True)
+        ]
         for name, model in self._models.items():
             for number in range(model.replicas if model.url is None else 0):
                 ask = partial(executor.ask, f"{name}-{number}")

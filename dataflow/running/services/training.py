@@ -1,24 +1,42 @@
-"""Checks whether a model can be trained as its section says, and read what the actor samples; its profiler."""
+"""Checks whether a model can be trained as its section says, and read what the actor samples."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
 from pathlib import Path
 from typing import Any
 
 from dataflow.config.training.trained import LoraConfig, TrainedConfig
-from dataflow.engines.profiling import TaskProfiler
 from dataflow.errors import ConfigError, ModelError, nearest
 from dataflow.models.directory import headers, room_of
 
-ALL_LINEAR = "all-linear"
-_EMBEDDINGS = re.compile(r".*(?:embed|wte|wpe)[^.]*")
-"""Two-dimensional weights that are no linear layer."""
+
+def check_trained(config: Any, name: str) -> None:
+    """Checks that a model can be trained as its section says, with what the run samples.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`; what of its models is not there yet is not checked.
+        name: of the section: ``trainer``, or another one of a model that is trained.
+
+    Raises:
+        ConfigError: an option needs GPUs, the optimizer is not there or takes no such argument, a LoRA adapter does not
+            fit the model, or the model cannot read what the actor samples.
+    """
+    section, actor = getattr(config, name), config.model.path
+    own = getattr(section, "path", None)
+    if name == "trainer" and config.engine.temperature == 0:
+        raise ConfigError(
+            "engine.temperature=0: training divides the logits by it, and greedy responses to a prompt are all the "
+            "same; give more than 0."
+        )
+    check_training(section, own or actor, "cuda" if config.ray.gpus_per_worker else "cpu")
+    if own and actor and os.path.isdir(own) and os.path.isdir(actor):
+        check_reader(config, own, f"{name}.path")
 
 
 def check_training(options: TrainedConfig, model: str | Path | None, device: str) -> None:
-    """Checks the options of a trained model.
+    """Checks the options of a trained model; see :func:`check_trained`.
 
     Args:
         options: its section.
@@ -26,8 +44,7 @@ def check_training(options: TrainedConfig, model: str | Path | None, device: str
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: an option needs GPUs, the optimizer is not there or takes no such argument, or the LoRA adapter
-            does not fit the model.
+        ConfigError: see there.
     """
     options.check_device(device)
     if not options.in_torch or options.optimizer_kwargs:  # others were checked, and need no torch here
@@ -39,18 +56,8 @@ def check_training(options: TrainedConfig, model: str | Path | None, device: str
         return
     if lora.adapter is not None:
         _check_adapter(lora, key)
-    if model is None or not Path(model).is_dir():
-        return
-    try:
-        shapes = headers(Path(model))
-    except (ModelError, OSError):
-        return  # the model's own check says so
-    layers = linear_layers(shapes)
-    for name in ("target_modules", "exclude_modules"):
-        _check_names(getattr(lora, name), layers, f"{key}.{name}", model)
-    if layers:
-        _check_adapted(lora, layers, key, model)
-        _check_pattern(lora, _no_layers(shapes), key, model)
+    if model is not None and os.path.isdir(model):
+        _check_names(lora, key, Path(model))
 
 
 def check_reader(config: Any, path: str, key: str) -> None:
@@ -79,111 +86,26 @@ def check_reader(config: Any, path: str, key: str) -> None:
         )
 
 
-def profiler_of(config: Any) -> TaskProfiler | None:
-    """Returns what profiles the tasks of the chosen steps; None if there are none, or the run has no directory yet.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-    """
-    directory = config.run_file("profile")
-    if not config.profile.steps or directory is None:
-        return None
-    return TaskProfiler(frozenset(config.profile.steps), directory)
-
-
-def linear_layers(shapes: dict[str, list[int]]) -> dict[str, tuple[int, int]]:
-    """Returns the sizes, (out, in), of the layers that an adapter can be beside, by name; of all but the head.
-
-    Args:
-        shapes: of a model's weights, by name.
-    """
-    found = {}
-    for name, shape in shapes.items():
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and len(shape) == 2 and not _EMBEDDINGS.fullmatch(layer):
-            found[layer] = (shape[0], shape[1])
-    return found
-
-
-def adapted(lora: LoraConfig, layers: dict[str, tuple[int, int]]) -> list[str]:
-    """Returns the names of the layers that get an adapter."""
-    wanted = [name for name in layers if "." in name] if lora.target_modules == ALL_LINEAR else None
-    chosen = [name for name in layers if _fits(name, lora.target_modules)] if wanted is None else wanted
-    return [name for name in chosen if lora.exclude_modules is None or not _fits(name, lora.exclude_modules)]
-
-
-def _fits(layer: str, wanted: str | list[str]) -> bool:
-    """Whether a layer is one of those named; as peft decides it."""
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, layer) is not None
-    return any(layer == each or layer.endswith(f".{each}") for each in wanted)
-
-
-def _check_names(wanted: str | list[str] | None, layers: dict[str, tuple[int, int]], key: str, model: Any) -> None:
-    if wanted is None or wanted == ALL_LINEAR:
-        return
-    if isinstance(wanted, str):
-        try:
-            fits = any(_fits(layer, wanted) for layer in layers)
-        except re.error as error:
-            raise ConfigError(
-                f"{key}={wanted} is no regular expression ({error}); correct it, or give [NAME, ...]."
-            ) from error
-        if not fits:
-            raise ConfigError(
-                f"{key}={wanted} matches no linear layer of model {model} as a whole, such as "
-                f"{min(layers, default='')}; give .*{wanted}, or [NAME, ...]."
-            )
-        return
-    known = sorted({name.rpartition(".")[2] for name in layers})
-    if missing := [each for each in wanted if not any(_fits(layer, [each]) for layer in layers)]:
-        guess = nearest(missing[0], known)
-        raise ConfigError(
-            f"{key}: model {model} has no linear layer '{missing[0]}'{guess or ';'} it has {', '.join(known)}."
-        )
-
-
-def _check_adapted(lora: LoraConfig, layers: dict[str, tuple[int, int]], key: str, model: Any) -> None:
-    """Checks that some layer gets an adapter, and that one of them can have its rank."""
-    sizes = [min(layers[name]) for name in adapted(lora, layers)]
-    if not sizes:
-        raise ConfigError(
-            f"{key}.target_modules={lora.target_modules} and {key}.exclude_modules={lora.exclude_modules} leave no "
-            f"layer of model {model} for an adapter; name others."
-        )
-    if lora.rank is not None and lora.rank > max(sizes):
-        raise ConfigError(
-            f"{key}.rank={lora.rank} is above {max(sizes)}, the highest rank that a layer of model {model} with an "
-            "adapter can have; lower it."
-        )
-
-
-def _no_layers(shapes: dict[str, list[int]]) -> list[str]:
-    """Returns the names of modules that no adapter can be beside: those that hold others alone, and norms."""
-    own = {name.rpartition(".")[0] for name in shapes}
-    inner = {name[: dot.start()] for name in own for dot in re.finditer(r"\.", name)} | {""}
-    norms = {name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 1 and "." in name}
-    return sorted((inner - own) | (norms & own))
-
-
-def _check_pattern(lora: LoraConfig, others: list[str], key: str, model: Any) -> None:
-    """Checks that a regular expression matches layers alone: peft refuses to adapt anything else."""
-    wanted, apart = lora.target_modules, lora.exclude_modules
-    if wanted == ALL_LINEAR or not isinstance(wanted, str):
-        return
-    found = [name for name in others if _fits(name, wanted) and (apart is None or not _fits(name, apart))]
-    if found:
-        raise ConfigError(
-            f"{key}.target_modules={wanted} also matches {found[0] or 'the whole'} of model {model}, which is no "
-            "linear layer; give .*_proj, [NAME, ...] or all-linear."
-        )
+def _check_names(lora: LoraConfig, key: str, model: Path) -> None:
+    """Checks that each layer that is named is one of the model; peft ignores a name beside others that fit."""
+    try:
+        layers = {name.removesuffix(".weight") for name, shape in headers(model).items() if len(shape) == 2}
+    except (ModelError, OSError):
+        return  # the model's own check says so
+    for name in ("target_modules", "exclude_modules"):
+        wanted = getattr(lora, name)
+        for each in wanted if isinstance(wanted, list) else ():
+            if not any(f".{layer}".endswith(f".{each}") for layer in layers):
+                known = sorted({layer.rpartition(".")[2] for layer in layers})
+                hint = nearest(each, known) or f"; it has {', '.join(known)}."
+                raise ConfigError(f"{key}.{name}: model {model} has no layer '{each}'{hint}")
 
 
 def _check_adapter(lora: LoraConfig, key: str) -> None:
     path = Path(str(lora.adapter))
     try:
         rank = json.loads((path / "adapter_config.json").read_text(encoding="utf-8")).get("r")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}.adapter={path} has no readable adapter_config.json; give a directory that peft or "
             "'dataflow export --adapter' wrote."

@@ -13,18 +13,18 @@ from dataflow.config.run import RunConfig
 from dataflow.engines import choice
 from dataflow.errors import ConfigError, UserError
 from dataflow.executors.ray.paths import SharedPaths
-from dataflow.running.preparing.prompts import settle_trained
+from dataflow.running.preparing.models import settle_trained
 from dataflow.running.services.hosting import (
     HF,
     REPLICAS,
     VLLM,
-    check_trained,
     critic_host,
     pools_of,
     reward_host,
     rollout_host,
     trainer_host,
 )
+from dataflow.running.services.training import check_trained
 from dataflow.stage import Hosted
 from pipelines import gsm8k_grpo, ppo_critic, two_judges
 
@@ -130,11 +130,6 @@ def test_disaggregated_trainer_and_engine_have_a_pool_each() -> None:
     assert {pools.training, pools.sampling} <= set(pools.resources)
     trainer = trainer_host(config, pools)
     assert (trainer.gpus, trainer.options["device"], trainer.options["shares_gpu"]) == (1, "cuda", False)
-
-
-def test_a_shared_gpu_is_shared_as_a_whole() -> None:
-    with pytest.raises(ConfigError, match=r"ray.gpus_per_worker=0.5: colocated, .*; give 1"):
-        pools_of(RunConfig.model_validate({"ray": {"gpus_per_worker": 0.5}}))
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])

@@ -11,8 +11,8 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.errors import ConfigError
 from dataflow.executors.ray.nodes import NodeRule
 from dataflow.graph import Hosted
-from dataflow.running.services.nodes import check_nodes, model_files, node_rules
-from pipelines import distill, gsm8k_grpo, ppo_critic, two_judges
+from dataflow.running.services.nodes import check_nodes, node_rules
+from pipelines import distill, gsm8k_grpo, ppo_critic
 
 SERVICES = {name: Hosted(name, dict, here=name == "reward") for name in ("trainer", "rollout", "reward")}
 
@@ -40,16 +40,11 @@ def test_rules_are_given_by_service() -> None:
         ),
         (
             ["ray.nodes.trainer=spread"],
-            "ray.nodes.trainer has no effect on a Ray of the run's own, which is on this machine alone; give "
-            "ray.address, or leave it out.",
-        ),
-        (
-            ["ray.nodes.trainer=spread", "executor=inline"],
-            "ray.nodes.trainer has no effect with executor=inline; give executor=ray, or leave it out.",
+            "ray.nodes.trainer has no effect, as the run joins no cluster; give ray.address, or leave it out.",
         ),
         (
             ["ray.address=auto", "ray.nodes.m.labels.role=a", "reward.models.m.url=http://h:1"],
-            "ray.nodes.m has no effect: reward.models.m.url names servers elsewhere; leave it out.",
+            "ray.nodes.m: the run has no service of that name; it has controller, reward, rollout, trainer.",
         ),
         (
             ["ray.address=auto", "ray.nodes.rollout.labels.role=a", "reward.models.rollout.path=m"],
@@ -87,77 +82,26 @@ def test_labels_may_have_numbers_and_names_with_dots(override: str, label: tuple
     assert labels == dict([label]) | ({"a.b": "7"} if "a.b" in override else {})
 
 
-def test_a_model_that_is_there_is_compared(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    tools = model_files(str(own), "critic.path", {"tools.path": "tools.py"})
-    assert tools == {"files": {"tools.path": str(Path("tools.py").absolute()), "critic.path": str(own)}}
-    assert model_files(None) == {"files": {}}
-
-
 def test_each_service_of_a_run_names_its_files(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def compute_score(*_): return 1.0")
-    (tmp_path / "model").mkdir()
-    given = config(
-        f"model.path={tmp_path / 'model'}", f"custom_reward_function.path={tmp_path / 'reward.py'}", "name=a",
-        "ray.address=auto",
-    )  # fmt: skip
-    hosts = gsm8k_grpo.pipeline(given).hosts()
-    model = {"model.path": str(tmp_path / "model")}
-    assert hosts["trainer"].files == hosts["rollout"].files == model
-    assert hosts["reward"].files == {**model, "custom_reward_function.path": str(tmp_path / "reward.py")}
-    assert hosts["reward"].here
-    assert hosts["reward"].run_directory  # its ledger
-    assert hosts["trainer"].run_directory  # the exported model
-    assert not hosts["rollout"].here
-    assert not hosts["rollout"].run_directory
-
-
-@pytest.mark.parametrize(
-    ("overrides", "there"),
-    [
-        (["reward.cache=c.sqlite"], False),
-        (["reward.ledger=false"], False),
-        ([], True),  # the ledger
-    ],
-)
-def test_an_agent_has_files_in_the_run_directory(overrides: list[str], there: bool) -> None:
-    assert gsm8k_grpo.pipeline(config("name=a", *overrides)).hosts()["reward"].run_directory is there
-
-
-def test_an_agent_names_what_it_reads_for_its_requests_and_its_cache(tmp_path: Path) -> None:
-    judged = gsm8k_grpo.pipeline(
-        config("name=a", "judge.template=grade.md", "judge.system=Be strict.", "reward.cache=c.sqlite")
-    ).hosts()["reward"]
-    assert judged.files == {"judge.template": str(Path("grade.md").absolute())}
-    assert judged.writes == {"reward.cache": str(Path("c.sqlite").absolute())}
-    served = gsm8k_grpo.pipeline(
-        config("name=a", "reward.models.rm.path=rm", "reward.models.rm.template=t.jinja", "judge.template=grade.md")
-    ).hosts()["reward"]
-    assert served.files == {
-        "reward.models.rm.path": str(Path("rm").absolute()),
-        "reward.models.rm.template": str(Path("t.jinja").absolute()),
-    }
-    chat = "{path: rm, kind: chat, prompt: {template: grade.txt}}"
-    rubric = gsm8k_grpo.pipeline(config("name=a", f"reward.models.rm={chat}")).hosts()["reward"]
-    assert rubric.files == {"reward.models.rm.prompt.template": str(Path("grade.txt").absolute())}
-    rule = two_judges.pipeline(parse_overrides(two_judges.Config, ["name=a", "rule.cache=r.sqlite"])).hosts()["rule"]
-    assert rule.files == {}  # a function scores there
-    assert rule.writes == {"rule.cache": str(Path("r.sqlite").absolute())}
-
-
-def test_other_trained_and_read_models_name_their_files(tmp_path: Path) -> None:
-    for name in ("teacher", "adapter"):
+    for name in ("model", "teacher", "adapter"):
         (tmp_path / name).mkdir()
-    given = parse_overrides(distill.Config, [f"teacher.path={tmp_path / 'teacher'}"])
-    assert distill.pipeline(given).hosts()["teacher"].files == {"teacher.path": str(tmp_path / "teacher")}
-    adapter = tmp_path / "adapter"
-    (adapter / "adapter_config.json").write_text('{"r": 8, "peft_type": "LORA"}')
-    (adapter / "adapter_model.safetensors").write_bytes(b"")
-    given = parse_overrides(ppo_critic.Config, ["critic.lora.rank=8", f"critic.lora.adapter={adapter}"])
-    assert ppo_critic.pipeline(given).hosts()["critic"].files == {"critic.lora.adapter": str(adapter)}
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8, "peft_type": "LORA"}')
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"")
 
+    def hosts(recipe: Any, *overrides: str) -> Any:
+        return recipe.pipeline(parse_overrides(recipe.Config, ["name=a", "ray.address=auto", *overrides])).hosts()
 
-def test_a_profile_is_a_file_in_the_run_directory() -> None:
-    hosts = gsm8k_grpo.pipeline(config("name=a", "profile.steps=[2]", "engine.rollout=hf")).hosts()
-    assert all(hosts[name].run_directory for name in ("trainer", "rollout"))
+    own = hosts(gsm8k_grpo, f"model.path={tmp_path / 'model'}", "checkpoint.every=0")
+    assert own["trainer"].files == own["rollout"].files == {"model.path": str(tmp_path / "model")}
+    assert [own[name].here for name in ("trainer", "rollout", "reward")] == [False, False, True]
+    # The exported model, and the ledger.
+    assert [own[name].run_directory for name in ("trainer", "rollout", "reward")] == [True, False, True]
+    assert not any(hosts(gsm8k_grpo, key)["reward"].run_directory for key in ("reward.cache=c", "reward.ledger=false"))
+    profiled = hosts(gsm8k_grpo, "profile.steps=[2]", "engine.rollout=hf")
+    assert all(profiled[name].run_directory for name in ("trainer", "rollout"))
+    assert hosts(gsm8k_grpo, "model.path=org/name")["trainer"].files == {}
+    teacher = {"teacher.path": str(tmp_path / "teacher")}
+    assert hosts(distill, f"teacher.path={tmp_path / 'teacher'}")["teacher"].files == teacher
+    adapter = {"critic.lora.adapter": str(tmp_path / "adapter")}
+    critic = hosts(ppo_critic, "critic.lora.rank=8", f"critic.lora.adapter={tmp_path / 'adapter'}")["critic"]
+    assert critic.files == adapter

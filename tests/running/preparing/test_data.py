@@ -1,0 +1,100 @@
+"""Which data a reward manager scores, what a resumed run must have, and what a model that takes images supports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.config.run import RunConfig
+from dataflow.data.prompts import Problems
+from dataflow.errors import ConfigError, DataError
+from dataflow.running.preparing.data import check_same, check_truths
+from dataflow.running.preparing.models import check_fits
+from pipelines import distill, ppo_critic
+
+GOOD, BAD = {"inputs": ["1"], "outputs": ["1"]}, 7
+
+
+@pytest.mark.parametrize(
+    ("base", "sections", "what"),
+    [
+        (RunConfig, {"engine": {"replicas": 2}}, "engine.replicas=2"),
+        (RunConfig, {"engine": {"tensor_parallel": 2}}, "engine.tensor_parallel=2"),
+        (RunConfig, {"tools": {"names": ["calculator"]}}, "tools"),
+        (ppo_critic.Config, {}, "critic"),
+        (distill.Config, {}, "teacher"),
+        (RunConfig, {"engine": {"rollout": "hf"}}, None),
+        (RunConfig, {"engine": {"rollout": "vllm", "tensor_parallel": 2}, "ray": {"gpus_per_worker": 1}}, None),
+    ],
+)
+def test_what_cannot_take_images_is_named(
+    base: type[RunConfig], sections: dict[str, Any], what: str | None, tmp_path: Path
+) -> None:
+    def check(kind: str) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
+        check_fits(base.model_validate({"model": {"path": str(tmp_path)}, **sections}))
+
+    check("qwen2")
+    with pytest.raises(ConfigError, match=f"^{what}: model .* takes images") if what else contextlib.nullcontext():
+        check("qwen2_vl")
+
+
+@pytest.mark.parametrize(
+    ("truths", "sections", "message"),
+    [
+        (((BAD, BAD), ()), {}, r"^train, row 1: reward\.manager=sandbox: .* is an int; give a ground truth of test"),
+        (((GOOD,), (BAD,)), {}, r"^val, row 1: .* an int;"),
+        (((GOOD,), (BAD,)), {"val": {"every": 0}}, None),
+        (((GOOD,), (GOOD, BAD)), {}, "val, row 2: .*. Of the first 2 rows, 1 cannot be scored"),
+        (((GOOD,), (GOOD, BAD)), {"data": {"val_size": 1}}, None),
+        (((GOOD, BAD), (GOOD,)), {}, "train, row 2: .*; they end by reward.on_failure=fail"),
+        (((BAD,), (BAD,)), {"reward": {"manager": "naive"}}, None),
+    ],
+)
+def test_data_that_the_reward_manager_cannot_score_is_refused_and_single_rows_are_told(
+    truths: tuple[tuple[Any, ...], ...], sections: dict[str, Any], message: str | None
+) -> None:
+    config = RunConfig.model_validate({"reward": {"manager": "sandbox"}, "data": {}, **sections})
+    train, val = (
+        Problems(
+            [{"reward_model": {"ground_truth": truth}} for truth in some],
+            [f"{name}, row {at}" for at in range(1, len(some) + 1)],
+            name,
+        )
+        for some, name in zip(truths, ("train", "val"), strict=True)
+    )
+    if message is None or not message.startswith("^"):
+        said = check_truths(config, train, val)
+        assert len(said) == (message is not None)
+        assert message is None or re.search(message, said[0])
+        return
+    with pytest.raises(DataError, match=message):
+        check_truths(config, train, val)
+
+
+@pytest.mark.parametrize(
+    ("changed", "allow", "message"),
+    [
+        ("model.path", (), "^model.path=m: its tokenizer, chat template and configuration are not those that the run"),
+        ("data.train", ("data.val", "model"), "^data.train=a.jsonl: its rows .* allow it with resume.allow=.data.[.]$"),
+        ("data.val token ids", (), "^data.val=null: its token ids are not those"),
+        ("data.val token ids", ("data.val",), None),
+        ("model.path", ("model",), None),
+        ("model.path", ("data",), None),
+    ],
+)
+def test_a_run_is_resumed_with_the_data_that_it_was_begun_with(
+    changed: str, allow: tuple[str, ...], message: str | None
+) -> None:
+    sections = {"data": {"train": "a.jsonl"}, "model": {"path": "m"}, "resume": {"allow": list(allow)}}
+    config = RunConfig.model_validate(sections)
+    names = ("model.path", "data.train", "data.train token ids", "data.val", "data.val token ids")
+    before = dict.fromkeys(names, "1")
+    check_same(before, before, config, Path("r"))
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_same(before, {**before, changed: "2"}, config, Path("r"))
