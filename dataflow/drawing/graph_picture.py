@@ -7,7 +7,6 @@ checkpoints are not on it, since training does not wait for them.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -158,9 +157,11 @@ def _draw(
     import networkx as nx
     from matplotlib.figure import Figure
 
-    # Leave out edges implied by other paths.
-    slim = nx.transitive_reduction(graph)
+    # Leave out edges implied by other paths; those left stay in their order, by which the layout places the nodes.
+    reduced = nx.transitive_reduction(graph)
+    slim: nx.DiGraph = nx.DiGraph()
     slim.add_nodes_from(graph.nodes(data=True))
+    slim.add_edges_from(edge for edge in graph.edges if reduced.has_edge(*edge))
     texts = {
         node: str(node) if str(node) != f["stage"] else f"{node}\n{f['resource']}" for node, f in slim.nodes.items()
     }
@@ -168,17 +169,18 @@ def _draw(
     slim.add_edges_from((value, reader) for value, readers in earlier.items() for reader in readers)
     layer = {node: at for at, nodes in enumerate(nx.topological_generations(slim)) for node in nodes}
     layer |= {value: min(layer[reader] for reader in slim[value]) - 1 for value in earlier}  # just before its readers
-    nx.set_node_attributes(slim, layer, "layer")
-    sizes = Counter(layer.values())
-    long, wide = len(sizes), max(sizes.values())
+    layers: dict[int, list[Any]] = {}
+    for node in slim:
+        layers.setdefault(layer[node], []).append(node)
+    long, wide = len(layers), max(map(len, layers.values()))
     across = long <= _ACROSS
-    place = nx.multipartite_layout(slim, "layer", align="vertical" if across else "horizontal")
+    place = nx.multipartite_layout(slim, layers, align="vertical" if across else "horizontal")
     size = (2.1 * long, 0.4 + 0.75 * wide) if across else (2.1 * wide, 0.4 + 0.75 * long)
     figure = Figure(figsize=(max(5.0, size[0]), max(1.6, size[1])), facecolor="white")
     foot = 0.4 / figure.get_figheight()  # of the legend
     axis = figure.add_axes((0.01, foot, 0.98, 0.99 - foot))
     axis.set_axis_off()
-    boxes = {}
+    boxes: dict[Any, Any] = {}
     marked, on = set(critical), set(itertools.pairwise(critical))
     for node, at in place.items():
         fill = "#FFFFFF" if node in earlier else colour[slim.nodes[node]["stage"]]
@@ -186,8 +188,10 @@ def _draw(
             {"edgecolor": CRITICAL, "linewidth": 2.4} if node in marked else {"edgecolor": "#5A5A5A", "linewidth": 0.8}
         )
         box = {"boxstyle": "round,pad=0.5", "facecolor": fill, "linestyle": "--" if node in earlier else "-", **edge}
-        boxes[node] = axis.text(at[0], at[1], texts[node], fontsize=9, color=contrast(fill), ha="center", va="center",
-                                parse_math=False, bbox=box, zorder=3).get_bbox_patch()  # fmt: skip
+        for height in (0, 3):  # an arrow ends at boxes that are drawn before it, and passes below those on its way
+            shown = axis.text(at[0], at[1], texts[node], fontsize=9, color=contrast(fill), ha="center", va="center",
+                              parse_math=False, bbox=box, zorder=height)  # fmt: skip
+            boxes.setdefault(node, shown.get_bbox_patch())
     for a, b in slim.edges:
         another = a in earlier or slim.nodes[a].get("step") != slim.nodes[b].get("step")
         look = (_OTHER if another else _PLAIN) | (_CRITICAL if (a, b) in on else {})
@@ -197,8 +201,8 @@ def _draw(
         axis.annotate("", place[b], place[a], zorder=1, arrowprops={"patchA": boxes[a], "patchB": boxes[b], **arrow})
     axis.set_xlim(*_room([x for x, _ in place.values()], long if across else wide))
     axis.set_ylim(*reversed(_room([y for _, y in place.values()], wide if across else long)))
-    shown = [(f"critical path ({basis})", _CRITICAL)] * bool(critical) + [("from another step", _OTHER)]
-    for text, look in shown:
+    lines = [(f"critical path ({basis})", _CRITICAL)] * bool(critical) + [("from another step", _OTHER)]
+    for text, look in lines:
         axis.plot([], [], label=text, **look)
     figure.legend(loc="lower left", fontsize=7.5, frameon=False, labelcolor=INK)
     save(figure, path, path.suffix.lower().lstrip("."))

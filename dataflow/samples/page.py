@@ -28,11 +28,12 @@ _BODY = """<style>
 .bar { display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: baseline; margin-bottom: .4rem; }
 th { cursor: pointer; white-space: nowrap; }
 th[aria-sort=ascending]::after { content: " ▲"; } th[aria-sort=descending]::after { content: " ▼"; }
-thead input { font: inherit; width: 5rem; box-sizing: border-box; } thead input.text { width: 100%; }
+thead input { font: inherit; width: 3.6rem; box-sizing: border-box; } thead input.text { width: 100%; }
 tbody tr.sample { cursor: pointer; } tbody tr.sample:hover { background: var(--tint); }
-td.text { max-width: 22rem; min-width: 9rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+td.text { max-width: 16rem; min-width: 9rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 tr.whole td { white-space: normal; border-left: 4px solid var(--edge); padding: .3rem .8rem .8rem; }
 dt { color: var(--faint); font-size: .88em; margin-top: .4rem; }
+dl { margin: 0; position: sticky; left: 0; max-width: min(70rem, 92vw); }
 dd { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.4 ui-monospace, monospace; }
 </style>
 <form class="bar" onsubmit="return false">
