@@ -68,7 +68,7 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["empty.sh"], "no command that it reaches launches verl.trainer.main_ppo"),
         (["binary.sh"], "it is not UTF-8 text"),
         (["odd.yaml"], "odd.yaml cannot be read as YAML: "),
-        (["twice.yaml"], "found duplicate key a"),
+        (["twice.yaml"], "key 'a' is given twice"),
         (["other.yaml"], "it is no configuration of verl"),
         (["list.yaml"], "it is no configuration of verl"),
         (["resolved.yaml", "a=1"], "is a whole configuration; change it there"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from dataflow.config.keys import yaml_values
 from dataflow.errors import alike
 
 TABLE = "verl_keys.yaml"
@@ -44,10 +45,7 @@ class Meaning:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Meaning], Mapping[str, str]]:
-    import yaml
-
-    text = resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8")
-    read = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # 0.02 s in place of 0.3 s
+    read = yaml_values.load(resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))
     return {key: Meaning(**row) for key, row in read["keys"].items()}, read["sections"]
 
 
