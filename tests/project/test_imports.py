@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers", "verl", "pandas", "datasets", "matplotlib", "bokeh", "vllm")
+HEAVY = ("torch", "transformers", "verl", "pandas", "datasets", "matplotlib", "vllm")
 
 
 def loaded(code: str, *arguments: str) -> list[str]:
