@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -159,18 +160,21 @@ def test_one_that_does_not_start_says_why_and_where_to_look(
     assert said in str(caught.value)
 
 
-def test_one_that_was_not_up_in_time_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_not_up_in_time_is_started_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = []
+    shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
 
     def slow(address: str, **_options: object) -> str:
         starts.append(address)
         if len(starts) == 1:
+            subprocess.Popen([str(tmp_path / "gcs_server"), "60"])
             raise Exception("The current node timed out during startup.")
         return "up"
 
     monkeypatch.setattr(connection, "_init", slow)
     assert connection._init_local({}) == "up"
     assert starts == ["local", "local"]
+    assert "gcs_server" not in [child.name() for child in psutil.Process().children()], "nothing watches a dead GCS"
 
 
 def test_a_cluster_that_never_answers_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -26,6 +26,9 @@ from dataflow.system.loopback import ADDRESS, RAY_ON_LOOPBACK, ray_stays_on_loop
 from dataflow.system.secrets import keep_secret
 from dataflow.system.supervisor import VITAL, report
 from dataflow.usercode.failures import causes_of
+
+if TYPE_CHECKING:
+    import psutil
 
 _SYSTEM = {
     "enable_metrics_collection": False,
@@ -148,15 +151,24 @@ def _init_local(options: dict[str, Any]) -> Any:
         if "timed out during startup" not in str(error):
             raise
     logger.warning("Ray was not up after 30 s; starting it once more. Is the machine busy?")
-    for child in set(psutil.Process().children()) - before:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any("/ray/" in part for part in child.cmdline()[:3]):
-                child.kill()
+    left = [child for child in set(psutil.Process().children()) - before if _is_rays(child)]
+    for child in left:
+        child.kill()
+    psutil.wait_procs(left, timeout=10)  # else a dead GCS would be taken for that of the second start
     try:
         return _init("local", **options)
     except Exception:
         ray.shutdown()
         raise
+
+
+def _is_rays(child: psutil.Process) -> bool:
+    """Returns whether a child process is one of Ray's, also one that has ended."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return child.name() in VITAL or any("/ray/" in part for part in child.cmdline()[:3])
+    return False
 
 
 def _init(address: str, timeout_s: float | None = None, **options: Any) -> Any:
