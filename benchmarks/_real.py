@@ -8,7 +8,6 @@ from typing import Any
 
 from _run import finish, start
 
-from dataflow.planning.auto.window import step_ends
 from dataflow.policy import PRESETS
 from dataflow.timeline import perfetto
 
@@ -32,7 +31,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def measure(count: int) -> list[dict[str, Any]]:
-    """Returns when the steps of the first workloads ended, and how long the GPU pool had worked then, by policy.
+    """Returns the seconds that the first workloads took, by policy.
 
     Of a workload that runs several times, each policy in its turn, the run of median length counts.
     """
@@ -44,27 +43,19 @@ def measure(count: int) -> list[dict[str, Any]]:
             first, later = (wait * CONCURRENCY / SAMPLES for wait in waits)
             function = runs / "reward.py"
             function.write_text(REWARD.format(first=first, later=later, half=STEPS // 2 * SAMPLES))
-            found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in (*PRESETS, "auto")}
+            found: dict[str, list[float]] = {name: [] for name in (*PRESETS, "auto")}
             for number in range(ROUNDS):
                 for name, of in found.items():
                     of.append(_run(runs, name, number, function))
-                if _length(found["baseline"][0]) >= SHORT_S:
+                if found["baseline"][0] >= SHORT_S:
                     break
-            middle = {name: sorted(of, key=_length)[len(of) // 2] for name, of in found.items()}
+            middle = {name: sorted(of)[len(of) // 2] for name, of in found.items()}
             rows.append({"waits_s": waits, "rounds": len(found["auto"]), "runs": middle})
     return rows
 
 
-def _length(run: dict[str, list[float]]) -> float:
-    return run["ends"][-1]
-
-
-def _run(runs: Path, policy: str, number: int, function: Path) -> dict[str, list[float]]:
+def _run(runs: Path, policy: str, number: int, function: Path) -> float:
     keys = {"engine__rollout": "hf", "val__every": 0, "steps": STEPS, "reward__concurrency": CONCURRENCY}
     name = f"{policy}-{number}"
     finish(start(runs, name, policy=policy, custom_reward_function__path=function, **keys))
-    trace = perfetto.load(str(runs / name))
-    ends = step_ends(trace)
-    busy = [span for span in trace.spans if span.resource == "gpu"]
-    worked = {at: sum(min(s.end, end) - s.begin for s in busy if s.begin < end) for at, end in ends.items()}
-    return {"ends": [ends[at] for at in sorted(ends)], "worked": [worked[at] for at in sorted(ends)]}
+    return perfetto.load(str(runs / name)).wall

@@ -20,7 +20,7 @@ from _run import begin, table
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.rewards import Rewards
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline import perfetto
@@ -83,7 +83,7 @@ def run() -> Trace:
         rewards=Rewards(parse_distribution("uniform:1:4"), 256),
         validation=None,
     )
-    trace = simulate(workload, preset("both", MINI_BATCHES), whole=True)[0].trace
+    trace = simulate(workload, preset("both", MINI_BATCHES))[0]
     trace.meta |= {"policy": "both", "resources": {"gpu": 1, "reward": None, "controller": 1}, "status": "running"}
     trace.meta["job"] = {"pipeline": workload.pipeline.facts()}
     return trace

@@ -28,9 +28,9 @@ task that waits for nothing more takes a free slot of its resource in the order 
 
 Where does a new policy go? One that is known before the run is numbers of :class:`SchedulingPolicy`, which
 :meth:`Unroller.numbers_of` turns into those of a step, or an edge of :meth:`Unroller._task`. One that depends on what
-the run measures chooses such policies while it goes, as ``policy=auto`` does: ``running/auto.py:AutoPolicy`` gets each
-span and the end of each step from ``running/attempt.py``, ``planning/auto/controller.py:Controller.decide`` chooses
-from the trace, and ``Runner.switch`` changes the steps that have not begun. Another rule is another ``decide``.
+the run measures chooses such policies while it goes, as ``policy=auto`` does: ``running/auto.py:AutoPolicy`` gets the
+end of each step from ``running/attempt.py``, ``planning/auto.py:Controller.decide`` chooses from the trace, and
+``Runner.switch`` changes the steps that have not begun. Another rule is another ``decide``.
 ``Scheduler._key`` decides which of two ready tasks gets a slot, from durations that the scheduler learns.
 """
 

@@ -15,7 +15,7 @@ from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
 from dataflow.planning import workload
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.simulation.simulate import simulate as predict
+from dataflow.planning.simulation import Outcome
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
@@ -137,8 +137,7 @@ def test_a_trace_of_two_agents_is_planned(name):
     asked = PlanConfig.model_validate({"log": {"latency": "uniform:0:12", "concurrency": 16}})
     load = of_trace(trace, "trace.json", asked)
     assert (load.roles.request, load.roles.collect) == ("reward_request", "reward_collect")
-    account, _costs = predict(load, preset(name, 4))
-    assert account.end == pytest.approx(trace.wall, rel=0.1)
+    assert Outcome.of(load, preset(name, 4)).end == pytest.approx(trace.wall, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["baseline", "both"])

@@ -29,7 +29,7 @@ from pydantic import (
 from dataflow.config.keys import yaml_values
 from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import refusal
-from dataflow.config.section import Fraction, Section, Text, Texts
+from dataflow.config.section import Section, Text, Texts
 from dataflow.errors import ConfigError, PolicyError
 from dataflow.system.secrets import redact_values
 
@@ -57,10 +57,6 @@ class PolicyConfig(Section):
     """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
     stream_rollout: bool | None = None
     """Submit each group for scoring as soon as it is finished; null takes the preset's, with auto what is faster."""
-    replan: PositiveInt = 5
-    """Steps from one plan of auto to the next."""
-    gain: Fraction = 0.03
-    """auto changes the policy if the present one is predicted to take more than this share longer."""
 
     @property
     def auto(self) -> bool:
@@ -81,18 +77,12 @@ class PolicyConfig(Section):
             )
         if self.auto and self.split is not None:
             raise ConfigError(f"policy.split={self.split}: policy=auto chooses the split itself; leave it out.")
-        for name in () if self.auto else ("replan", "gain"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ConfigError(
-                    f"policy.{name}={getattr(self, name)} has no effect under policy={self.preset}; leave it out, or "
-                    "give policy=auto."
-                )
         return self
 
     def resolve(self, mini_batches: int) -> SchedulingPolicy:
         """Returns the preset for ``mini_batches`` optimizer steps per step, with the given numbers overridden.
 
-        For auto, that is the policy it begins with.
+        For auto, that is the policy of its first step.
 
         Raises:
             PolicyError: no preset of that name, or a number that does not fit.

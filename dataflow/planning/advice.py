@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dataflow.drawing.duration import figure
 from dataflow.errors import counted
 from dataflow.planning.config import MOST_IN_FLIGHT
 from dataflow.planning.planner import BOUNDS, Prediction, bound_of
-from dataflow.planning.simulation.outcomes import Job, Outcomes
+from dataflow.planning.simulation import Outcomes
 from dataflow.planning.workload import Workload
 from dataflow.policy import MAX_STALENESS, STREAM, SchedulingPolicy, preset
 
@@ -41,73 +41,45 @@ def advise(
     if not whole:
         return []
     best = min(whole, key=lambda row: row.total_s)
-    base = best.total_s / (1 + best.change)
-    policy = policies[best.policy]
-    if best.change < -0.005:
-        fastest = min(rows, key=lambda row: row.total_s)
-        first = fastest if fastest.total_s < best.total_s * (1 - LEAST) else best
-        rest = "" if first is best else f"; without streaming, {best.policy} is: {figure(best.step_s)} s"
-        advice = [
-            f"{first.policy} is the fastest: {figure(first.step_s)} s a step, {first.change:+.0%} against "
-            f"baseline{rest}."
-        ]
-    elif workload.steps == 1:
-        advice = [
-            "no policy is faster than baseline over one step; give steps=100 to see what overlapping steps gains."
-        ]
-    else:
-        why = ": the GPUs hardly wait for rewards" if best.gpu_idle < _HARDLY else ""
-        advice = [f"no policy is faster than baseline{why}."]
+    base, policy = best.total_s / (1 + best.change), policies[best.policy]
+    advice = [_fastest(workload, rows, best)]
     if best.total_s <= 0:
         return advice
-    changes = list(_changes(workload, best.policy, policy))
-    wanted = [Job.of(other, under) for _what, other, under in changes]
-    if policy.max_staleness and workload.pipeline.streaming:
-        wanted.append(Job.of(workload, preset(ON_POLICY, workload.mini_batches)))
-    outcomes.begin(wanted)
     advice.append(_about_the_bound(workload, policy, best, base, outcomes))
+    changes: list[tuple[str, Workload, SchedulingPolicy]] = []
+    if workload.rewards.agent == "per-step":
+        steady = replace(workload, rewards=replace(workload.rewards, agent="continuous"))
+        changes.append(("a reward agent that keeps all slots busy (reward.agent=continuous)", steady, policy))
+    if workload.pipeline.streaming:
+        streamed = replace(policy, stream_rollout=True)
+        changes.append((f"rewards requested as groups finish ({best.policy}{STREAM})", workload, streamed))
     for what, other, under in changes:
         gain = 1 - outcomes.of(other, under).total_s / best.total_s
         if gain > LEAST:
             advice.append(f"{what} would take {gain:.1%} off the time of '{best.policy}'.")
     if policy.max_staleness and workload.pipeline.streaming:
-        advice.append(_on_policy(workload, rows, policies, base, outcomes))
+        strict = {row.policy: row.change for row in rows if not policies[row.policy].max_staleness}
+        strict[ON_POLICY] = outcomes.of(workload, preset(ON_POLICY, workload.mini_batches)).total_s / base - 1
+        name = min(strict, key=lambda name: strict[name])
+        found = f"{name} is the fastest: {strict[name]:+.0%} against baseline"
+        advice.append(f"strictly on-policy, {found if strict[name] <= -LEAST else 'nothing is faster than baseline'}.")
     return advice
 
 
-def _on_policy(
-    workload: Workload,
-    rows: Sequence[Prediction],
-    policies: Mapping[str, SchedulingPolicy],
-    base: float,
-    outcomes: Outcomes,
-) -> str:
-    """Returns a sentence on the fastest policy that trains on samples of the newest weights alone."""
-    changes = {row.policy: row.change for row in rows if not policies[row.policy].max_staleness}
-    if ON_POLICY not in changes:
-        changes[ON_POLICY] = outcomes.of(workload, preset(ON_POLICY, workload.mini_batches)).total_s / base - 1
-    name = min(changes, key=lambda name: changes[name])
-    if changes[name] > -LEAST:
-        return "strictly on-policy, nothing is faster than baseline."
-    return f"strictly on-policy, {name} is the fastest: {changes[name]:+.0%} against baseline."
-
-
-def _changes(
-    workload: Workload, name: str, policy: SchedulingPolicy
-) -> Iterator[tuple[str, Workload, SchedulingPolicy]]:
-    """Yields possible changes: a description, and the workload and policy with the change made."""
-    steady = replace(workload, rewards=replace(workload.rewards, agent="continuous"))
-    stepwise = workload.rewards.agent == "per-step"
-    stops = workload.validation is not None and not workload.validation.overlap
-    if stepwise:
-        yield "a reward agent that keeps all slots busy (reward.agent=continuous)", steady, policy
-    if stops:
-        yield "validation beside training (validation.overlap=true)", workload.overlapping(), policy
-    if stepwise and stops:
-        yield "the two together", steady.overlapping(), policy
-    if workload.pipeline.streaming:
-        streamed = replace(policy, stream_rollout=True)
-        yield f"rewards requested as groups finish ({name}{STREAM})", workload, streamed
+def _fastest(workload: Workload, rows: Sequence[Prediction], best: Prediction) -> str:
+    """Returns a sentence on the fastest policy; ``best`` is the fastest that does not stream."""
+    if best.change < -0.005:
+        fastest = min(rows, key=lambda row: row.total_s)
+        first = fastest if fastest.total_s < best.total_s * (1 - LEAST) else best
+        rest = "" if first is best else f"; without streaming, {best.policy} is: {figure(best.step_s)} s"
+        return (
+            f"{first.policy} is the fastest: {figure(first.step_s)} s a step, {first.change:+.0%} against "
+            f"baseline{rest}."
+        )
+    if workload.steps == 1:
+        return "no policy is faster than baseline over one step; give steps=100 to see what overlapping steps gains."
+    why = ": the GPUs hardly wait for rewards" if best.gpu_idle < _HARDLY else ""
+    return f"no policy is faster than baseline{why}."
 
 
 def _about_the_bound(
@@ -116,28 +88,26 @@ def _about_the_bound(
     """Returns a sentence on what sets the lower bound of the best policy, and what would change it."""
     if workload.mean_s() <= 0:
         return f"no stage of {best.policy} takes time on the GPUs, so that there is nothing to overlap rewards with."
-    calls = workload.prompts * workload.responses
     agent = next((name for name in workload.agents if bound_of(name) == best.bound_by), None)
     if agent is not None:
-        rewards = workload.service_of(agent)
+        rewards, calls = workload.service_of(agent), workload.prompts * workload.responses
         # Of the policy's own run, as the bounds are: the work of a validation after the last step bounds nothing.
         gpu = best.per_step(best.bounds_s[BOUNDS["gpu"]])
-        each, load, most = rewards.latency.mean, calls * rewards.seconds, math.inf
+        each, load = rewards.latency.mean, calls * rewards.seconds
         if rewards.rpm and calls * 60 / rewards.rpm >= calls * each / rewards.concurrency:
-            wanted = needed = math.ceil(calls * 60 / gpu)
+            wanted = math.ceil(calls * 60 / gpu)
             changed = replace(rewards, rpm=float(wanted))
-            why = f"{counted(calls, 'call')} at {rewards.rpm:,.0f} a minute"
-            turn = f"{wanted:,} a minute"
+            why, turn = f"{counted(calls, 'call')} at {rewards.rpm:,.0f} a minute", f"{wanted:,} a minute would"
         else:
-            most, needed = MOST_IN_FLIGHT, math.ceil(calls * each / gpu)
-            changed = replace(rewards, concurrency=(wanted := min(needed, most)))
+            needed = math.ceil(calls * each / gpu)
+            wanted = min(needed, MOST_IN_FLIGHT)
+            changed = replace(rewards, concurrency=wanted)
             why = f"{counted(calls, 'call')} x {figure(each, 3)} s / {rewards.concurrency:,} in flight"
-            turn = f"{wanted:,} in flight"
-        effect = ", the most of a plan, would not" if needed > most else " would"
+            turn = f"{wanted:,} in flight" + (" would" if wanted == needed else ", the most of a plan, would not")
         change = outcomes.of(workload.with_service(agent, changed), policy).total_s / base - 1
         return (
             f"the {best.bound_by} bounds {best.policy}: {why} = {figure(load)} s a step against {figure(gpu)} s of GPU "
-            f"work; {turn}{effect} make the GPUs the limit ({change:+.0%} against baseline)."
+            f"work; {turn} make the GPUs the limit ({change:+.0%} against baseline)."
         )
     if best.bound_by == BOUNDS["gpu"]:
         shares = workload.work_s()

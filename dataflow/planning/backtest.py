@@ -9,7 +9,7 @@ from typing import Any
 
 from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import simulate
 from dataflow.planning.sources.trace import of_trace, policy_of
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.timeline import files
@@ -48,7 +48,7 @@ def backtest(trace: Trace, source: str) -> tuple[list[BacktestRow], Trace]:
     """
     workload = of_trace(trace, source, PlanConfig())
     meta = trace.meta
-    predicted = simulate(workload, _policy(meta), whole=True)[0].trace
+    predicted = simulate(workload, _policy(meta))[0]
     predicted.meta["policy"] = f"{meta.get('policy', 'run')} predicted"
     measured, expected = summary(trace), summary(predicted)
     lines = [

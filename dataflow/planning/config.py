@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dataflow.config.base import PolicyConfig
-from dataflow.config.keys import verl_keys
 from dataflow.config.placement import Placement
 from dataflow.config.section import Section
 from dataflow.errors import ConfigError
@@ -19,41 +18,6 @@ LARGEST_STEP = 2**24
 """Samples of a step at most: a plan keeps the times of each."""
 MOST_IN_FLIGHT = 100_000
 """A plan keeps the time of each slot; more slots than a few steps have requests change nothing."""
-
-_OF_A_RUN = {
-    "data.prompts": "prompts",
-    "engine.n": "responses",
-    "trainer.mini_batches": "mini_batches",
-    "trainer.balance_batch": "balance_batch",
-    "val.every": "validation.every",
-    "checkpoint.every": "checkpoint.every",
-    "steps": "steps",
-    "seed": "seed",
-}
-"""A run's key -> the plan's."""
-_MORE = {"mini_batches": ": data.train_batch_size / ppo_mini_batch_size"}
-
-
-def _elsewhere(key: str, exactly: bool = False) -> str | None:
-    """Returns the name here of a key of verl or of a run, as part of a message; None for any other key.
-
-    >>> _elsewhere("rollout.n")
-    "verl's 'actor_rollout_ref.rollout.n' is 'responses' in a plan."
-    >>> _elsewhere("engine.n")
-    "'engine.n' of a run is 'responses' in a plan."
-    >>> _elsewhere("reward.latency") is None
-    True
-    """
-    key = key.lstrip("+~")  # Hydra's marks of keys to add or remove
-    if key in _OF_A_RUN:
-        return f"'{key}' of a run is '{_OF_A_RUN[key]}' in a plan."
-    if key in verl_keys.COMMON and (ours := _OF_A_RUN.get(verl_keys.COMMON[key][0])) is not None:
-        return f"'{key}' is '{ours}' in a plan."
-    for section in ("", "actor_rollout_ref.", "actor_rollout_ref.actor.", "data.", "trainer."):
-        found = verl_keys.find(name := section + key)
-        if found is not None and found[0] == name and (ours := _OF_A_RUN.get(found[1].ours or "")) is not None:
-            return f"verl's '{name}' is '{ours}' in a plan{_MORE.get(ours, '')}."
-    return None
 
 
 class AgentPlan(Section):
@@ -103,9 +67,6 @@ class CheckpointPlan(Section):
 class PlanConfig(Section):
     """All keys of a plan, for the command line or a costs.yaml."""
 
-    elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(_elsewhere)
-    """Returns a message with the equivalent of a key of verl or of a run."""
-
     steps: Annotated[int, Field(gt=0, le=100_000)] | None = None
     """Training steps; null takes the source's."""
     prompts: PositiveInt | None = None
@@ -133,16 +94,6 @@ class PlanConfig(Section):
     checkpoint: CheckpointPlan = Field(default_factory=CheckpointPlan)
     log: LogPlan = Field(default_factory=LogPlan)
 
-    @model_validator(mode="after")
-    def _a_step_fits_into_memory(self) -> PlanConfig:
-        prompts, responses = self.prompts or 1, self.responses or 1
-        if prompts * responses > LARGEST_STEP:
-            raise ConfigError(
-                f"prompts={prompts} x responses={responses} are more than the {LARGEST_STEP} samples that a step may "
-                "have; lower one."
-            )
-        return self
-
     def need(self, where: object, examples: Mapping[str, object], known: str = "", why: str = "") -> list[Any]:
         """Returns the values of keys that the source does not contain.
 
@@ -156,8 +107,7 @@ class PlanConfig(Section):
             ConfigError: keys were not given; it names all of them.
         """
         values = {key: _value(self, key) for key in examples}
-        missing = [key for key, value in values.items() if value is None]
-        if missing:
+        if missing := [key for key, value in values.items() if value is None]:
             given = " ".join(f"{key}={examples[key]}" for key in missing)
             *first, last = missing
             names = f"'{last}'" if not first else f"{', '.join(first)} and {last}"

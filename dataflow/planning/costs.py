@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-
-import numpy as np
 
 from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError
 from dataflow.executors.virtual import Costs, End, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph, TaskId
-from dataflow.planning.requests.schedule import Rate, Slots
 from dataflow.planning.reward_service import Delivery, RewardService
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.workload import Workload
@@ -127,7 +125,6 @@ class _Agent:
     service: RewardService
     requests: int = 0
     requests_s: float = 0.0
-    _latencies: tuple[int, Sequence[float]] = (0, [])
 
     @property
     def load_s(self) -> float:
@@ -138,12 +135,9 @@ class _Agent:
 
     def submit(self, load: Workload, step: int, groups: Sequence[int], at: float) -> None:
         """Sends the requests of some groups of a step."""
-        if self._latencies[0] != step:
-            # Once per step, although a streaming rollout requests one chunk at a time.
-            self._latencies = (step, load.latencies(step, self.name))
-        requests = load.requests(step, groups, self._latencies[1])
+        requests = load.requests(step, groups, self.name)
         self.requests += len(requests)
-        self.requests_s += requests.total_s
+        self.requests_s += sum(seconds for _group, seconds in requests)
         self.service.submit(step, at, requests, (0, step))
 
 
@@ -153,8 +147,12 @@ def makespan(rewards: Rewards, groups: int, responses: int, seed: int = 0, runs:
     total, count = 0.0, groups * responses
     for run in range(runs):
         drawn = rewards.latency.draws(Random(f"{seed}/fit/{run}"), count)
-        slots = Slots(min(rewards.concurrency, count), Rate(rewards.rpm))
-        total += float(slots.serve(np.array(drawn), 0.0).ends.max())
+        service = RewardService(min(rewards.concurrency, count), rewards.rpm)
+        service.submit(run, 0.0, [(0, seconds) for seconds in drawn])
+        service.wait(run, None, 1)
+        found = service.advance(math.inf)
+        assert found is not None
+        total += found.at
     return total / runs
 
 

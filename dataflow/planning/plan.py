@@ -13,23 +13,18 @@ from dataflow.errors import ConfigError, counted
 from dataflow.planning.advice import LEAST, advise
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.picture import AS_LOGGED, Words, draw_plan
-from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, numbers_of, parse_sweep, predict, sweep
-from dataflow.planning.simulation.outcomes import Outcomes, processes
+from dataflow.planning.planner import ROWS, Prediction, Sweep, numbers_of, parse_sweep, predict, sweep
+from dataflow.planning.simulation import Outcomes
 from dataflow.planning.sources.read import read_workload
-from dataflow.planning.workload import CHANGED, Workload, waits_before_log_probs
+from dataflow.planning.workload import CHANGED, Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
 
 FAR_OFF = 0.2
-"""Share by which a replay may be off the log before the plan gives a reason."""
-_TOO_SHORT = (
-    "; the run waits for something that this plan lacks (compute_group and a user's own stages are not planned), its "
-    "rewards took longer or fewer were in flight (log.latency, log.concurrency), or it is so short that its "
-    "start counts."
-)
-_TOO_LONG = (
-    "; the run waited less than this plan assumes: its rewards took less time or more were in flight (log.latency, "
-    "log.concurrency), or it overlaps more than the log shows."
+"""Share by which a replay may be off the log before the plan says what may be the reason."""
+_DOUBT = (
+    "; its rewards took another time or others were in flight (log.latency, log.concurrency), it overlaps more than "
+    "the log shows, or it waits for what this plan lacks (compute_group, a user's own stages)."
 )
 _ONE_STEP = (
     "this source has one step, with the warm-up in it: it shows neither how much steps differ nor how far a prediction "
@@ -107,29 +102,26 @@ class Plan:
         )
 
     def trust(self) -> list[str]:
-        """Returns sentences on how near the prediction comes to the log, and why the baseline differs from it."""
-        logged, load = self.logged_step_s, self.workload
-        if logged is None or load.logged is None:
+        """Returns sentences on how near the prediction comes to the log, and how far the baseline differs from it."""
+        step_s, logged = self.logged_step_s, self.workload.logged
+        if step_s is None or logged is None:
             return []
-        policy, steps = load.logged.policy, load.logged.steps
+        steps = counted(logged.steps, "step")
         if self.replay is None:
-            over = f"{figure(logged)} s a step over {counted(steps, 'step')}"
-            if policy == CHANGED:
-                return [f"{AS_LOGGED}: {over}, not replayed: its policy changed during the run (dataflow compare "
-                        f"{load.source} --predicted follows the changes)."]  # fmt: skip
-            return [f"{AS_LOGGED}: {over}, not replayed: its policy is unknown."]
-        off = self.replay.step_s / logged - 1
-        lines = [
-            f"{AS_LOGGED}: predicted {figure(self.replay.step_s)} s a step, logged {figure(logged)} s, {off:+.1%} "
-            f"({policy}, {counted(steps, 'step')})" + _doubt(off)
-        ]
-        same = next((row for row in self.rows if row.policy == policy), None)
-        if same is not None and load.loop is not None:
-            differs = same.step_s / self.replay.step_s - 1
-            if abs(differs) >= LEAST:
-                lines[0] += f"\nwith this project: {policy} {figure(same.step_s)} s a step, {differs:+.1%}"
-                lines[0] += f", {_difference(load)}"
-        return lines
+            why = "its policy is unknown"
+            if logged.policy == CHANGED:
+                again = f"dataflow compare {self.workload.source} --predicted follows the changes"
+                why = f"its policy changed during the run ({again})"
+            return [f"{AS_LOGGED}: {figure(step_s)} s a step over {steps}, not replayed: {why}."]
+        off = self.replay.step_s / step_s - 1
+        line = (
+            f"{AS_LOGGED}: predicted {figure(self.replay.step_s)} s a step, logged {figure(step_s)} s, {off:+.1%} "
+            f"({logged.policy}, {steps}){_DOUBT if abs(off) > FAR_OFF else ''}"
+        )
+        same = next((row for row in self.rows if row.policy == logged.policy), None)
+        if same is not None and abs(differs := same.step_s / self.replay.step_s - 1) >= LEAST:
+            line += f"\nas planned: {logged.policy} {figure(same.step_s)} s a step, {differs:+.1%}"
+        return [line]
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the table of policies with its head, the log itself first."""
@@ -194,23 +186,14 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)
-    with Outcomes(processes()) as outcomes:
-        own = _own(workload, policies)
-        outcomes.begin([*jobs(workload, policies), *([] if own is None else jobs(*own))])
-        on_work("replaying the log")
-        replay = None if own is None else predict(*own, outcomes=outcomes)[0]
-        rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"), outcomes)
-        on_work("looking for advice")
-        advice = advise(workload, rows, policies, outcomes)
-        found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work, outcomes) for text in sweeps]
+    outcomes, own = Outcomes(), _own(workload, policies)
+    on_work("replaying the log")
+    replay = None if own is None else predict(*own, outcomes=outcomes)[0]
+    rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"), outcomes)
+    on_work("looking for advice")
+    advice = advise(workload, rows, policies, outcomes)
+    found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work, outcomes) for text in sweeps]
     return Plan(workload, rows, advice, found, replay)
-
-
-def _doubt(off: float) -> str:
-    """Returns what may be wrong with a replay that is off the log by a share; "" if it is near."""
-    if abs(off) <= FAR_OFF:
-        return ""
-    return _TOO_LONG if off > 0 else _TOO_SHORT
 
 
 def _own(
@@ -222,24 +205,6 @@ def _own(
     if logged is None or under is None:
         return None
     return workload.loop or replace(workload, steps=logged.steps), {AS_LOGGED: under}
-
-
-def _difference(load: Workload) -> str:
-    """Returns what this project does otherwise than the loop that wrote the log."""
-    own = load.loop
-    assert own is not None
-    ways = []
-    if load.validation is not None and load.validation.overlap and own.validation is not None:
-        ways.append("as validation does not stop training")
-    if waits_before_log_probs(own.pipeline) and not waits_before_log_probs(load.pipeline):
-        ways.append("as log-probs run beside the rewards")
-    if load.rewards != own.rewards:
-        ways.append("with the reward service of this plan")
-    if load.times != own.times:
-        ways.append("with the stage times of this plan")
-    if load.steps != own.steps and not ways:
-        ways.append(f"over {counted(load.steps, 'step')}")
-    return " and ".join(ways) or "with the settings of this plan"
 
 
 def beside(plans: Sequence[Plan]) -> str:

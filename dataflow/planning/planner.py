@@ -9,7 +9,7 @@ from typing import Any
 
 from dataflow.errors import ConfigError, counted, nearest
 from dataflow.planning.config import MOST_IN_FLIGHT
-from dataflow.planning.simulation.outcomes import Job, Outcome, Outcomes
+from dataflow.planning.simulation import Outcome, Outcomes
 from dataflow.planning.workload import Workload
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, divisors, preset
 
@@ -100,7 +100,6 @@ def predict(
     if policies is None:
         policies = {name: preset(name, workload.mini_batches) for name in ROWS}
     outcomes = outcomes or Outcomes()
-    outcomes.begin(jobs(workload, policies))
     rows: list[Prediction] = []
     base: float | None = None
     for name, policy in policies.items():
@@ -110,16 +109,6 @@ def predict(
             base = outcomes.of(workload, preset("baseline", workload.mini_batches)).total_s
         rows.append(_prediction(name, workload, policy, found, base, outcomes))
     return rows
-
-
-def jobs(workload: Workload, policies: Mapping[str, SchedulingPolicy]) -> list[Job]:
-    """Returns what has to be simulated in any case to predict a workload under some policies."""
-    few = replace(workload, steps=min(FEW, workload.steps))
-    return [
-        Job.of(each, policy, unlimited)
-        for each, unlimited in ((workload, False), (few, True))
-        for policy in dict.fromkeys((*policies.values(), preset("baseline", workload.mini_batches)))
-    ]
 
 
 def _prediction(
@@ -165,8 +154,6 @@ def _path_s(workload: Workload, policy: SchedulingPolicy, below: float, outcomes
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 _LIMITS = ("concurrency", "rpm")
-_MOST = {"concurrency": MOST_IN_FLIGHT, "rpm": 1e9}
-"""The bounds of the keys that a knob sets."""
 
 
 @dataclass(frozen=True)
@@ -203,13 +190,11 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     if knob not in knobs:
         raise ConfigError(f"sweep={text}: no knob is named '{knob}'{nearest(knob, knobs)} (knobs: {', '.join(knobs)}).")
     try:
-        low, high = (float(end) for end in ends)
+        low, high = map(float, ends)
     except ValueError as error:
         raise ConfigError(f"sweep={text} is not of the form {knob}:LOW:HIGH (two numbers).") from error
-    if not 1 <= low <= high < math.inf:
-        raise ConfigError(f"sweep={text}: give 1 <= LOW <= HIGH.")
-    if high > (most := _MOST.get(knob.rpartition(".")[2], high)):
-        raise ConfigError(f"sweep={text}: {knob} may be {most:,.0f} at most; give a HIGH up to that.")
+    if not 1 <= low <= high <= MOST_IN_FLIGHT:
+        raise ConfigError(f"sweep={text}: give 1 <= LOW <= HIGH <= {MOST_IN_FLIGHT:,}.")
     if knob == "mini_batches":
         values = [float(d) for d in divisors(workload.prompts) if low <= d <= high]
         if not values:
@@ -218,12 +203,9 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
             )
         return knob, tuple(values)
     values = [low]
-    while values[-1] * 2 < high:
-        values.append(values[-1] * 2)
-    if high > low:
-        values.append(high)
-    whole = knob.endswith(".concurrency")
-    return knob, tuple(math.floor(v) if whole else v for v in values)
+    while values[-1] < high:
+        values.append(min(values[-1] * 2, high))
+    return knob, tuple(math.floor(v) if knob.endswith(".concurrency") else v for v in values)
 
 
 def turned(workload: Workload, knob: str, value: float) -> Workload:
@@ -253,11 +235,9 @@ def sweep(
         outcomes: see :func:`predict`.
     """
     knob, values = parse_sweep(text, workload)
-    outcomes = outcomes or Outcomes()
-    points = [turned(workload, knob, value) for value in values]
-    policies = [{name: preset(name, at.mini_batches) for name in names} for at in points]
-    outcomes.begin([job for at, of in zip(points, policies, strict=True) for job in jobs(at, of)])
-    rows = []
-    for value, at, of in zip(values, points, policies, strict=True):
-        rows.append(tuple(predict(at, of, lambda name, v=value: on_value(f"{name}, {knob}={v:g}"), outcomes)))  # type: ignore[misc]
+    outcomes, rows = outcomes or Outcomes(), []
+    for value in values:
+        at = turned(workload, knob, value)
+        policies = {name: preset(name, at.mini_batches) for name in names}
+        rows.append(tuple(predict(at, policies, lambda name, v=value: on_value(f"{name}, {knob}={v:g}"), outcomes)))  # type: ignore[misc]
     return Sweep(knob, values, tuple(rows))

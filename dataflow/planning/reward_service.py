@@ -1,28 +1,32 @@
 """Simulates the reward service as a queue with a fixed number of servers; a group is complete with its last sample.
 
-Older steps are served first, and requests of a step in the order they are submitted. Pure. The requests of a batch are
-scheduled together once the first of them begins; those after an event that changes their order are scheduled anew, so
-that a later training request still precedes a validation request that has not begun. Memory holds only requests that
-have not been collected.
+Older steps are served first, and requests of a step in the order they are submitted. One loop gives each request the
+server that is free first, and stops where something may change the order: at a submission, at a delivery, which may
+lead to further requests, and at the time that the caller gives. Pure.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
-from collections import deque
+from bisect import insort
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from dataflow.errors import ConfigError, DataflowError
-from dataflow.planning.requests.requests import Requests, Sample
-from dataflow.planning.requests.schedule import Arrivals, Rate, Schedule, Slots
 
 POLL_S = 1.0
 """Seconds between the published agent's looks for the next step (verl, recipe/async_reward_agent/reward_agent.py)."""
+
+Sample: TypeAlias = tuple[int, float]
+"""(group, seconds) of one request."""
+Due: TypeAlias = tuple[float, int]
+"""When a group or a delivery is there, in seconds, and the number of its last request, which decides between equals."""
+
+_NEVER: Due = (math.inf, 0)
 
 
 class Delivery(NamedTuple):
@@ -39,66 +43,84 @@ class Delivery(NamedTuple):
     groups: tuple[int, ...]
 
 
-class Batch(NamedTuple):
-    """The requests of one submission, in the order they are served."""
-
-    order: tuple[int, int]  # lower ones first
-    at: float
-    key: Hashable
-    requests: Requests
-
-
 @dataclass
-class _Waiter:
+class _Batch:
+    """The requests of one submission, of which the first ``begun`` have begun."""
+
+    key: Hashable
+    at: float
+    order: tuple[int, int]
+    samples: Sequence[Sample]
+    begun: int = 0
+
+
+class _Waiter(NamedTuple):
     waiter: Any
     count: int
     by_index: bool
     groups: Sequence[int] | None
 
-    def wanted(self, of: _Step) -> Sequence[int] | None:
-        """The groups that it waits for; None for those that arrive first."""
-        if self.groups is not None or not self.by_index:
-            return self.groups
-        return sorted(of.unclaimed)[: self.count]
-
 
 @dataclass
 class _Step:
-    end: dict[int, float] = field(default_factory=dict)  # group of an overtaken batch -> latest end so far
-    arrived: dict[int, float] = field(default_factory=dict)  # group -> time, in order of arrival
-    delivered: float = -math.inf  # time of the latest delivery
-    unclaimed: set[int] = field(default_factory=set)
+    """The groups of a key that were not delivered, and those who wait for them."""
+
+    left: dict[int, int] = field(default_factory=dict)  # group -> requests that have not begun
+    end: dict[int, float] = field(default_factory=dict)  # group -> latest end of those that have
+    ready: list[tuple[float, int, int]] = field(default_factory=list)  # (*due, group) of those that arrive, in order
     waiters: deque[_Waiter] = field(default_factory=deque)
-    unseen: bool = False  # what the first waiter waits for may have arrived already
-
-    def arrive(self, group: int, time: float) -> None:
-        """Notes that a group arrives; the service looks for its waiter."""
-        self.arrived[group] = time
-        self.unseen = True
-
-
-@dataclass
-class _Current:
-    """The batch that is served.
-
-    Attributes:
-        batch: its requests.
-        schedule: when they begin and end.
-        arrivals: when its groups arrive.
-    """
-
-    batch: Batch
-    schedule: Schedule
-    arrivals: Arrivals
+    missing: set[int] = field(default_factory=set)  # groups that the first waiter names, and that are not ready
+    delivered: float = -math.inf
+    due: Due = _NEVER
 
     @property
-    def next(self) -> int:
-        """The number of the next request to serve."""
-        return int(self.arrivals.served)
+    def wanted(self) -> list[int] | None:
+        """The groups that the first waiter names; None if it takes those that arrive first."""
+        _waiter, count, by_index, groups = self.waiters[0]
+        if groups is not None or not by_index:
+            return None if groups is None else list(groups)
+        return sorted([*self.left, *(group for *_due, group in self.ready)])[:count]
 
-    @next.setter
-    def next(self, number: int) -> None:
-        self.arrivals.served = number
+    def look(self) -> None:
+        """Finds out anew when the first waiter has what it waits for."""
+        self.due = _NEVER
+        if not self.waiters:
+            return
+        if (wanted := self.wanted) is None:
+            self._look_at_first()
+        elif len(wanted) >= self.waiters[0].count:
+            due = {group: (at, number) for at, number, group in self.ready}
+            self.missing = set(wanted).difference(due)
+            if not self.missing:
+                self.due = max(due[group] for group in wanted)
+
+    def _look_at_first(self) -> None:
+        count = self.waiters[0].count
+        self.due = self.ready[count - 1][:2] if len(self.ready) >= count else _NEVER
+
+    def add(self, group: int, at: float, number: int) -> None:
+        """Notes when a group arrives, as the last of its requests begins, which is the ``number``-th."""
+        insort(self.ready, (at, number, group))
+        if not self.waiters:
+            return
+        if self.waiters[0].groups is None and not self.waiters[0].by_index:
+            self._look_at_first()
+        elif group in self.missing:
+            self.missing.discard(group)
+            if not self.missing:
+                self.look()
+
+    def deliver(self) -> Delivery:
+        """Takes out the groups of the first waiter."""
+        wanted = self.wanted
+        if wanted is None:
+            wanted = [group for *_due, group in islice(self.ready, self.waiters[0].count)]
+        taken = set(wanted)
+        self.ready = [each for each in self.ready if each[-1] not in taken]
+        self.delivered = max(self.delivered, self.due[0])
+        found = Delivery(self.delivered, self.waiters.popleft().waiter, tuple(wanted))
+        self.look()
+        return found
 
 
 class RewardService:
@@ -126,19 +148,18 @@ class RewardService:
         self.served = 0
         self._per_step = per_step
         self._unlimited = servers is None
-        self._slots = Slots(servers or 1, Rate(rpm))
+        self._free = [0.0] * (servers or 1)  # heap: when each server is free
+        # A bucket of tokens, one a request.
+        self._rate = rpm / 60.0 if rpm and rpm < math.inf else 0.0
+        self._tokens = self._bucket = max(1.0, self._rate)
+        self._filled = 0.0
         self._key: Hashable = None  # of the batch served last
         self._sequence = 0
-        self._incoming: list[tuple[float, int, Batch]] = []
-        self._waiting: list[tuple[tuple[int, int], int, Batch]] = []
-        self._current: _Current | None = None
+        self._incoming: list[tuple[float, int, _Batch]] = []  # heap, by time
+        self._waiting: list[tuple[tuple[int, int], int, _Batch]] = []  # heap, by priority
         self._steps: dict[Hashable, _Step] = {}
-        self._served: list[tuple[float, int, Arrivals]] = []  # heap: batches that are served, by their next arrival
-        self._last = (-1, 0.0)  # what made the last delivery: its last request if of the current batch, and its time
 
-    def submit(
-        self, key: Hashable, at: float, samples: Requests | Sequence[Sample], order: tuple[int, int] = (0, 0)
-    ) -> None:
+    def submit(self, key: Hashable, at: float, samples: Sequence[Sample], order: tuple[int, int] = (0, 0)) -> None:
         """Submits requests. A key may be submitted several times, with different groups each time.
 
         Args:
@@ -150,30 +171,19 @@ class RewardService:
         """
         if not samples:
             return
-        requests = Requests.of(samples)
         of = self._steps.setdefault(key, _Step())
-        of.unclaimed.update(requests.ids.tolist())
-        self._register(key, requests)
+        counts = Counter([group for group, _seconds in samples])
+        of.left.update(counts)
+        of.end.update(dict.fromkeys(counts, at))
+        of.look()
+        batch = _Batch(key, at, (0, 0) if self._per_step else order, samples)
         if self._unlimited:
-            # Each has a slot of its own.
-            ends = at + requests.most(requests.seconds)
-            self._end_serving(Arrivals(key, requests.ids, ends, requests.first, math.inf))
-            self.served += len(requests)
-            return
-        self._sequence += 1
-        batch = Batch((0, 0) if self._per_step else order, at, key, requests)
-        heapq.heappush(self._incoming, (at, self._sequence, batch))
-
-    def _register(self, key: Hashable, requests: Requests) -> None:
-        """Notes submitted requests, for a subclass that serves them one by one."""
+            self._begin(batch, math.inf)
+        else:
+            heapq.heappush(self._incoming, (at, self._next(), batch))
 
     def wait(
-        self,
-        key: Hashable,
-        waiter: Any,
-        count: int,
-        by_index: bool = False,
-        groups: Sequence[int] | None = None,
+        self, key: Hashable, waiter: Any, count: int, by_index: bool = False, groups: Sequence[int] | None = None
     ) -> None:
         """Registers a waiter for the next ``count`` groups of a key; :meth:`advance` returns them once complete.
 
@@ -189,189 +199,96 @@ class RewardService:
         """
         if key not in self._steps:
             raise DataflowError(f"reward service: '{key}' was never submitted.")
-        self._steps[key].waiters.append(_Waiter(waiter, count, by_index, groups))
-        self._steps[key].unseen = True
+        of = self._steps[key]
+        of.waiters.append(_Waiter(waiter, count, by_index, groups))
+        if len(of.waiters) == 1:
+            of.look()
 
     def advance(self, until: float) -> Delivery | None:
         """Serves requests up to a time or to the first delivery; returns the delivery, or None.
 
         Requests that could begin exactly at ``until`` are left, as others submitted for that time may precede them.
         """
-        if found := self._deliver_arrived():
-            return found
-        while True:
-            start = self._next_start(until)
-            if found := self._arrive(min(start, until)):
-                return found
-            if start >= until or start == math.inf:
-                return None
-            if found := self._serve(start, until):
-                return found
-
-    # --- serving ------------------------------------------------------------------------------------------
-
-    def _next_start(self, until: float) -> float:
-        """Returns when the next request can start; if that is before ``until``, chooses the batch it belongs to."""
-        if (current := self._current) is not None:
-            return current.schedule.starts[current.next]
-        slots, time = self._slots, self._slots.first
-        if not self._waiting:
-            if not self._incoming:
-                return math.inf
-            time = max(time, self._incoming[0][0])
-        elif self._per_step and self._waiting[0][-1].key != self._key:
-            time = slots.last
-        if time >= until:
-            return time  # choose none yet: an earlier one may still be submitted
-        self._take_in(time)
-        batch = heapq.heappop(self._waiting)[-1]
-        if self._per_step and batch.key != self._key:
-            # All slots start together, once the last request of the step before has ended.
-            time = slots.last
-            slots.all_free_at(time if batch.at <= time else batch.at + POLL_S / 2)
-        self._key = batch.key
-        self._current = self._scheduled(batch)
-        return self._current.schedule.starts[0]
-
-    def _scheduled(self, batch: Batch) -> _Current:
-        """Schedules the requests of a batch as if nothing overtook it."""
-        requests, end = batch.requests, self._steps[batch.key].end
-        schedule = self._slots.serve(requests.seconds, batch.at)
-        ends = requests.most(schedule.ends)
-        if end:
-            for n, group in enumerate(requests.ids.tolist()):
-                ends[n] = max(ends[n], end.pop(group, -math.inf))
-        return _Current(batch, schedule, Arrivals(batch.key, requests.ids, ends, requests.last, 0))
-
-    def _end_serving(self, arrivals: Arrivals) -> None:
-        """Leaves the groups of a batch to arrive, after all of its requests have begun."""
-        self._sequence += 1
-        if arrivals.next < math.inf:
-            heapq.heappush(self._served, (arrivals.next, self._sequence, arrivals))
-
-    def _take_in(self, time: float) -> None:
-        while self._incoming and self._incoming[0][0] <= time:
-            batch = heapq.heappop(self._incoming)[-1]
-            self._sequence += 1  # by time of arrival, not by order of the calls to submit
-            heapq.heappush(self._waiting, (batch.order, self._sequence, batch))
-
-    def _serve(self, start: float, until: float) -> Delivery | None:
-        """Serves requests of the current batch until another batch may come between, or to the first delivery."""
-        current = self._current
-        assert current is not None
-        if not self._per_step and self._overtaken(current.batch.order, start):
-            self._put_back(current)
+        due = min((of.due[0] for of in self._steps.values()), default=math.inf)
+        while (batch := self._next_batch(stop := min(until, due))) is not None:
+            if self._incoming and not self._per_step:
+                stop = min(stop, self._incoming[0][0])  # what comes then may overtake the rest
+            due = min(due, self._begin(batch, stop))
+            if batch.begun == len(batch.samples):
+                heapq.heappop(self._waiting)
+        key = min(self._steps, key=lambda key: self._steps[key].due, default=None)
+        if key is None or (of := self._steps[key]).due > (until, math.inf) or of.due == _NEVER:
             return None
-        stop = until if not self._incoming or self._per_step else min(until, self._incoming[0][0])
-        begun, starts = current.next, current.schedule.starts
-        current.next = bisect_left(starts, stop, begun)
-        found = self._arrive(starts[current.next - 1])
-        if found is not None:
-            # Nothing begins from the arrival on that made the delivery: others may be submitted then.
-            last, end = self._last
-            current.next = max(last + 1, bisect_left(starts, end, begun + 1, current.next))
-        self.served += current.next - begun
-        if current.next == len(starts):
-            self._current = None
-            self._end_serving(current.arrivals)
+        found = of.deliver()
+        if not (of.left or of.ready or of.waiters):
+            del self._steps[key]
         return found
 
-    def _overtaken(self, order: tuple[int, int], start: float) -> bool:
-        """Whether a batch of higher priority is there when a request of the current batch would start."""
-        self._take_in(start)
-        return bool(self._waiting) and self._waiting[0][0] < order
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
 
-    def _put_back(self, current: _Current) -> None:
-        """Returns the rest of a batch to the queue."""
-        batch, schedule, served = current.batch, current.schedule, current.next
-        self._current = None
-        self._slots = schedule.undone(served)
-        end, unserved = self._steps[batch.key].end, set(current.arrivals.drop_unserved())
-        for (group, _seconds), ends in zip(batch.requests.pairs[:served], schedule.ends[:served].tolist(), strict=True):
-            if group in unserved:
-                end[group] = max(ends, end.get(group, -math.inf))
-        self._end_serving(current.arrivals)
-        self._wait_again(batch, served)
-
-    def _wait_again(self, batch: Batch, served: int) -> None:
-        # 0: before batches of equal priority.
-        heapq.heappush(self._waiting, (batch.order, 0, batch._replace(requests=batch.requests.after(served))))
-
-    # --- delivering ---------------------------------------------------------------------------------------
-
-    def _arrive(self, until: float) -> Delivery | None:
-        """Notes the groups that arrive by a time; returns the first delivery that one of them makes."""
-        served, current = self._served, self._current
-        while True:
-            next_served, next_current = (
-                served[0][0] if served else math.inf,
-                current.arrivals.next if current else math.inf,
-            )
-            if min(next_served, next_current) > until or next_served == next_current == math.inf:
-                return None
-            # Of groups that arrive at the same time, that which was served first comes first.
-            if next_served <= next_current:
-                _at, age, first = heapq.heappop(served)
-                end = first.until(min(until, next_current))
-                if served and served[0][0] <= until:
-                    end = min(end, first.until(served[0][0], included=age < served[0][1]))
-            else:
-                assert current is not None
-                first, end = current.arrivals, current.arrivals.until(until)
-                if next_served <= until:
-                    end = first.until(next_served, included=False)
-            of, begin = self._steps[first.key], first.at
-            end, enough = self._enough(of, first, end)
-            of.arrived.update(zip(first.groups[begin:end], first.ends[begin:end], strict=True))
-            first.at = end
-            if next_served <= next_current and end < len(first.ends):
-                heapq.heappush(served, (first.ends[end], age, first))
-            if enough and (found := self._deliver(first.key, of)):
-                self._last = (-1 if next_served <= next_current else first.lasts[end - 1], first.ends[end - 1])
-                return found
-
-    @staticmethod
-    def _enough(of: _Step, arrivals: Arrivals, end: int) -> tuple[int, bool]:
-        """Returns up to where groups arrive until the first waiter has what it waits for, and whether it has."""
-        begin = arrivals.at
-        if not of.waiters:
-            return end, False
-        waiter = of.waiters[0]
-        if (wanted := waiter.wanted(of)) is None:
-            enough = begin + max(1, waiter.count - len(of.arrived))
-            return min(end, enough), enough <= end
-        if len(wanted) < waiter.count:
-            return end, False
-        missing = set(wanted).difference(of.arrived)
-        for n in range(begin, end):
-            missing.discard(arrivals.groups[n])
-            if not missing:
-                return n + 1, True
-        return end, False
-
-    def _deliver_arrived(self) -> Delivery | None:
-        """Returns a delivery of groups that arrived before their waiter was at the head of its queue."""
-        for key, of in self._steps.items():
-            if of.unseen:
-                of.unseen = False
-                if of.waiters and (found := self._deliver(key, of)):
-                    return found
-        return None
-
-    def _deliver(self, key: Hashable, of: _Step) -> Delivery | None:
-        waiter = of.waiters[0]
-        if (wanted := waiter.wanted(of)) is not None:
-            if len(wanted) < waiter.count or not of.arrived.keys() >= set(wanted):
-                return None
-            groups = tuple(wanted)
-        elif len(of.arrived) < waiter.count:
+    def _next_batch(self, stop: float) -> _Batch | None:
+        """Returns the batch of the next request to begin; None if that is not before ``stop``."""
+        if not (self._waiting or self._incoming):
             return None
-        else:
-            groups = tuple(islice(of.arrived, waiter.count))
-        of.waiters.popleft()
-        of.unseen = True
-        of.delivered = max([of.delivered, *map(of.arrived.pop, groups)])
-        of.unclaimed.difference_update(groups)
-        if not of.unclaimed and not of.waiters:
-            del self._steps[key]
-        return Delivery(of.delivered, waiter.waiter, groups)
+        time = max(self._free[0], self._waiting[0][-1].at if self._waiting else self._incoming[0][0])
+        if self._waiting and self._per_step and self._waiting[0][-1].key != self._key:
+            time = max(self._free)
+        time = self._earliest(time)
+        if time >= stop:
+            return None  # an earlier one may still be submitted
+        while self._incoming and self._incoming[0][0] <= time:
+            _at, _number, batch = heapq.heappop(self._incoming)
+            heapq.heappush(self._waiting, (batch.order, self._next(), batch))  # by time, not by order of submission
+        batch = self._waiting[0][-1]
+        if self._per_step and batch.key != self._key:
+            # All servers start together, once the last request of the step before has ended.
+            idle = max(self._free)
+            self._free = [idle if batch.at <= idle else batch.at + POLL_S / 2] * len(self._free)
+        self._key = batch.key
+        return batch
+
+    def _begin(self, batch: _Batch, stop: float) -> float:
+        """Begins requests of a batch until another one may come between.
+
+        Args:
+            batch: the requests.
+            stop: when no more may begin.
+
+        Returns:
+            When the first waiter of the batch's key has what it waits for, as far as that is known.
+        """
+        of, free, at = self._steps[batch.key], self._free, batch.at
+        left, ends, rated, unlimited = of.left, of.end, self._rate > 0, self._unlimited
+        number = batch.begun
+        for group, seconds in islice(batch.samples, number, None):
+            start = at if unlimited or free[0] < at else free[0]
+            if rated and not unlimited:
+                start = self._earliest(start)
+            if start >= stop:
+                break
+            number += 1
+            end = start + seconds
+            if not unlimited:
+                heapq.heapreplace(free, end)
+                if rated:
+                    self._tokens = min(self._bucket, self._tokens + (start - self._filled) * self._rate) - 1.0
+                    self._filled = start
+            if end > ends[group]:
+                ends[group] = end
+            left[group] -= 1
+            if not left[group]:
+                del left[group]
+                of.add(group, ends.pop(group), self._next())
+                if of.due[0] < stop and not unlimited:
+                    stop = of.due[0]
+        self.served += number - batch.begun
+        batch.begun = number
+        return of.due[0]
+
+    def _earliest(self, time: float) -> float:
+        """Returns when the limit of requests a minute lets the next request begin, at ``time`` or later."""
+        return (
+            max(time, self._filled + (1.0 - self._tokens) / self._rate) if self._rate and self._tokens < 1.0 else time
+        )

@@ -6,19 +6,17 @@ Pure: times are measured or drawn from distributions, with random generators see
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from random import Random
 from typing import NamedTuple
 
-import numpy as np
-
-from dataflow.config.placement import TRAINER, Placement, placed
+from dataflow.config.placement import Placement, placed
 from dataflow.distribution import Distribution
 from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
-from dataflow.planning.requests.draws import Draws
-from dataflow.planning.requests.requests import Numbers, Requests
+from dataflow.planning.reward_service import Sample
 from dataflow.planning.rewards import Rewards, Validation, logged_step
 from dataflow.planning.roles import Roles
 from dataflow.policy import SchedulingPolicy
@@ -164,20 +162,6 @@ class Workload:
             return replace(self, beside={**self.beside, collect: rewards})
         return replace(self, rewards=rewards)
 
-    def overlapping(self) -> Workload:
-        """Returns the workload with validation and checkpoints overlapping training."""
-        if self.validation is None or self.validation.overlap:
-            return self
-        saving = self.pipeline.with_role("saves")
-        saved = saving[0].every if saving else None
-        validation = replace(self.validation, overlap=True)
-        written = self.pipeline.writer
-        found = {"critic": "critic" in written, "bypass": "old_log_probs" not in written}
-        pipeline = grpo("ref_log_probs" in written, validation, saved, **found)
-        if TRAINER in self.pipeline.resources:
-            pipeline = placed(pipeline, "disaggregated")
-        return replace(self, pipeline=pipeline, validation=validation)
-
     def placed(self, placement: Placement) -> Workload:
         """Returns the workload with engine and trainer on the same or on separate GPUs; stage times stay.
 
@@ -226,43 +210,35 @@ class Workload:
         latency = self.beside.get(self.agents.get(agent, ""), self.rewards).latency_of(step, count)
         if isinstance(latency, tuple):
             return latency
-        return _DRAWS.get((latency, seed, count), "d", lambda: latency.draws(Random(seed), count))
+        return _drawn(latency, seed, count)
 
-    def requests(self, step: int, groups: Sequence[int], latencies: Sequence[float] | None = None) -> Requests:
-        """Returns the reward requests of some groups of a step, in the order they are sent.
-
-        Args:
-            step: training step.
-            groups: groups whose requests to return.
-            latencies: latencies of the whole step; drawn if None.
-        """
-        drawn = np.asarray(self.latencies(step) if latencies is None else latencies)
-        n, chosen = self.responses, np.asarray(groups, dtype=np.int64)
-        of, seconds, bounds = np.repeat(chosen, n), drawn.reshape(-1, n)[chosen].ravel(), np.arange(len(chosen)) * n
-        count, seed = len(of), f"{self.seed}/order/{step}"
+    def requests(self, step: int, groups: Sequence[int], agent: str = "reward") -> list[Sample]:
+        """Returns the requests of some groups of a step to an agent, in the order they are sent."""
+        n, drawn = self.responses, self.latencies(step, agent)
+        found = [(group, seconds) for group in groups for seconds in drawn[group * n : (group + 1) * n]]
         if not self.rewards.scattered:
-            return Requests(of, seconds, np.arange(count), bounds)
-        # Which request is sent first, second, and so on; and when each is sent.
-        orders = np.asarray(_DRAWS.get((seed, count), "q", lambda: _shuffled(Random(seed), count)))
-        return Requests(of[orders[:count]], seconds[orders[:count]], orders[count:], bounds)
+            return found
+        return [found[at] for at in _shuffled(f"{self.seed}/order/{step}", len(found))]
 
-    def val_requests(self, step: int) -> Requests:
+    def val_requests(self, step: int) -> list[Sample]:
         """Returns a validation's reward requests, each a group of its own."""
         assert self.validation is not None
         latency = self.validation.latency or self.rewards.latency
-        count, seed = self.validation.samples, f"{self.seed}/validation/{step}"
-        drawn = _DRAWS.get((latency, seed, count), "d", lambda: latency.draws(Random(seed), count))
-        numbers = np.arange(count)
-        return Requests(numbers, np.asarray(drawn), numbers, numbers)
+        return list(enumerate(_drawn(latency, f"{self.seed}/validation/{step}", self.validation.samples)))
 
 
-_DRAWS = Draws()
+@lru_cache(maxsize=512)
+def _drawn(latency: Distribution, seed: str, count: int) -> array[float]:
+    """Draws latencies; the simulations of a plan have them in common."""
+    return array("d", latency.draws(Random(seed), count))
 
 
-def _shuffled(rng: Random, count: int) -> Numbers:
-    """Returns the numbers below ``count`` in a random order, and then the place of each in it."""
-    order = np.argsort([rng.random() for _ in range(count)], kind="stable")
-    return np.concatenate((order, np.argsort(order)))
+@lru_cache(maxsize=512)
+def _shuffled(seed: str, count: int) -> array[int]:
+    """Returns the numbers below ``count`` in a random order."""
+    draw = Random(seed).random
+    drawn = [draw() for _ in range(count)]
+    return array("q", sorted(range(count), key=drawn.__getitem__))
 
 
 # --- the stages of GRPO and PPO as the planner models them: those of pipelines/ without engines -----------------------
@@ -344,11 +320,6 @@ def after_rewards(pipeline: Pipeline) -> Pipeline:
     """Returns the pipeline of a loop that begins its log-probs once it has all rewards of the step."""
     stages = [s.bind(after=[*s.after, reward_collect.name]) if s.name in _BESIDE else s for s in pipeline.stages]
     return Pipeline(stages, inputs=pipeline.inputs, resources=pipeline.resources)
-
-
-def waits_before_log_probs(pipeline: Pipeline) -> bool:
-    """Returns whether it is a pipeline of :func:`after_rewards`."""
-    return any(s.name in _BESIDE and reward_collect.name in s.after for s in pipeline.stages)
 
 
 def grpo(

@@ -141,7 +141,6 @@ class Attempt:
             trace=self._record.trace,
             origin=origin,
             on_step=self._on_step,
-            on_span=None if self._auto is None else self._auto.on_span,
             restored=restored,
         )
         if self._auto is not None:

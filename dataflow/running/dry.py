@@ -86,6 +86,6 @@ def _readable(
 
 
 def _named(key: str, sentence: str) -> int:
-    """Returns where a sentence first names a key, which ``policy.replan`` does not do of ``policy``; -1 if nowhere."""
+    """Returns where a sentence first names a key, which ``policy.split`` does not do of ``policy``; -1 if nowhere."""
     found = re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", sentence) if key else None
     return -1 if found is None else found.start()

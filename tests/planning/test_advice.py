@@ -24,7 +24,6 @@ def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:
     assert "the reward service bounds both: 32 calls x 20 s / 8 in flight = 80 s a step against" in advice[1]
     assert "in flight would make the GPUs the limit (-" in advice[1]
     assert any(s.startswith("strictly on-policy, mini-batch+stream is the fastest: -") for s in advice)
-    assert any(sentence.startswith("validation beside training (validation.overlap=true)") for sentence in advice)
     for streamed, which in ((0.9, "both+stream"), (1.0, "both")):
         workload, _config = read_workload(costs, [])
         policies = {name: preset(name, workload.mini_batches) for name in ("baseline", "both", "both+stream")}

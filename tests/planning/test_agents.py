@@ -11,7 +11,7 @@ from dataflow.errors import ConfigError
 from dataflow.planning.advice import advise
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.planner import parse_sweep, predict, sweep, turned
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import Outcome, simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload
@@ -58,8 +58,8 @@ def test_each_agent_has_slots_of_its_own(tmp_path: Path) -> None:
 def test_all_agents_return_the_groups_of_a_part(tmp_path: Path, policy: str, order: Any) -> None:
     workload = load(tmp_path, "uniform:1:20", "uniform:1:5", 4)
     usual = preset(policy, 4)
-    account, costs = simulate(workload, SchedulingPolicy(usual.split, usual.max_staleness, order), whole=True)
-    ends = {(s.stage, s.step, s.part): s.end for s in account.trace.spans}
+    trace, costs = simulate(workload, SchedulingPolicy(usual.split, usual.max_staleness, order))
+    ends = {(s.stage, s.step, s.part): s.end for s in trace.spans}
     advantages = [key for key in ends if key[0] == "advantage"]
     assert len(advantages) == 4 * usual.split
     for _stage, step, part in advantages:
@@ -109,8 +109,8 @@ def test_agents_that_cannot_be_planned_are_refused(tmp_path: Path, argument: str
 def test_the_trace_of_a_run_with_two_agents_is_planned(tmp_path: Path, policy: str) -> None:
     """What the plan of a run predicts for the run's own policy is what it was."""
     workload = load(tmp_path, 2.0, 6.0, 8)
-    account, _costs = simulate(workload, preset(policy, 4), whole=True)
-    trace = Trace(account.trace.spans, meta={"policy": policy, "steps": 4})
+    ran = simulate(workload, preset(policy, 4))[0]
+    trace = Trace(ran.spans, meta={"policy": policy, "steps": 4})
     for agent, seconds in (("reward", 2.0), ("style", 6.0)):
         for step in range(1, 5):
             facts = {"collector": f"{agent}_collect", "step": step, "group": 0}
@@ -121,10 +121,9 @@ def test_the_trace_of_a_run_with_two_agents_is_planned(tmp_path: Path, policy: s
     assert (found.rewards.concurrency, found.beside["style_collect"].concurrency) == (16, 8)
     assert "agent 'style': 64 latencies are those of the run." in found.assumptions
     assert found.rewards.rpm is found.beside["style_collect"].rpm is None
-    again, _costs = simulate(found, preset(policy, 4))
-    assert again.end == pytest.approx(account.end, rel=0.05)
+    assert Outcome.of(found, preset(policy, 4)).end == pytest.approx(ran.wall, rel=0.05)
     faster = PlanConfig.model_validate({"agents": {"style": {"latency": 1.0}}})
-    assert simulate(of_trace(trace, "trace.json", faster), preset(policy, 4))[0].end < account.end
+    assert Outcome.of(of_trace(trace, "trace.json", faster), preset(policy, 4)).end < ran.wall
     trace.meta["job"]["agents"]["style"] |= {"rpm": 300.0, "tpm": 1e6}
     limited = of_trace(trace, "trace.json", PlanConfig())
     assert (limited.rewards.rpm, limited.beside["style_collect"].rpm) == (None, 300.0)

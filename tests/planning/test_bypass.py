@@ -10,7 +10,7 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.planning.config import LogPlan, PlanConfig
 from dataflow.planning.rewards import Validation
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import Outcome
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload, grpo
@@ -32,8 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def step_s(workload: Workload, policy: str) -> float:
-    trace, _costs = simulate(workload, preset(policy, workload.mini_batches))
-    return (trace.end - trace.begin) / workload.steps
+    return Outcome.of(workload, preset(policy, workload.mini_batches)).total_s / workload.steps
 
 
 def test_costs_without_its_time_have_no_such_stage(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_o
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import LogPlan, PlanConfig
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import Outcome
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload
@@ -39,8 +39,7 @@ def costs(tmp_path: Path) -> Path:
 
 
 def step_s(workload: Workload, policy: str) -> float:
-    trace, _costs = simulate(workload, preset(policy, workload.mini_batches))
-    return (trace.end - trace.begin) / workload.steps
+    return Outcome.of(workload, preset(policy, workload.mini_batches)).total_s / workload.steps
 
 
 def test_values_hide_behind_the_rewards_and_updates_follow_them(costs: Path) -> None:
@@ -75,8 +74,7 @@ def test_a_baseline_of_verl_is_predicted_but_for_the_critics_updates_that_hide(t
     keys = ["prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4", "log.latency=10"]
     workload, _config = read_workload(write(tmp_path / "ppo.csv", columns), keys)
     assert workload.rewards.latency.mean == pytest.approx(10, rel=0.01)
-    trace, _costs = simulate(workload, preset("baseline", 2))
-    assert trace.end - trace.begin == pytest.approx(194.5 - 2 * 7, rel=0.01)
+    assert Outcome.of(workload, preset("baseline", 2)).total_s == pytest.approx(194.5 - 2 * 7, rel=0.01)
     assert any("algorithm.whiten=mini-batch" in said for said in workload.assumptions)
 
 

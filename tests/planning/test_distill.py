@@ -10,7 +10,7 @@ from dataflow import simulate as run
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import Outcome
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, expand, preset
 
@@ -29,7 +29,7 @@ def test_distillation_is_planned_from_its_own_trace(policy: str, tmp_path: Path)
     trace.meta |= {"job": {**config.job(), "pipeline": pipeline.facts()}, "policy": policy, "steps": 6}
     workload = of_trace(trace, "own", PlanConfig())
     for name in PRESETS:
-        planned, _costs = simulate(workload, preset(name, 4))
-        assert planned.end - planned.begin >= 6 * (8 if name != "baseline" else 18), "the teacher scores each step"
-    planned, _costs = simulate(workload, preset(policy, 4))
-    assert planned.end - planned.begin == pytest.approx(trace.wall, rel=0.02)
+        assert Outcome.of(workload, preset(name, 4)).total_s >= 6 * (8 if name != "baseline" else 18), (
+            "the teacher scores each step"
+        )
+    assert Outcome.of(workload, preset(policy, 4)).total_s == pytest.approx(trace.wall, rel=0.02)

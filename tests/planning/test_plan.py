@@ -116,18 +116,15 @@ def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.Capture
     assert found["logged"]["predicted_step_s"] == pytest.approx(61, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("latency", "reason"),
-    [(2, "; the run waits for something that this plan lacks"), (40, "; the run waited less than this plan assumes")],
-)
-def test_a_replay_far_off_the_log_gives_the_reasons_of_its_direction(
-    latency: int, reason: str, log: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("latency", [2, 40])
+def test_a_replay_far_off_the_log_says_what_may_be_the_reason(
+    latency: int, log: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(log).write_text(Path(log).read_text().replace("timing_s/adv:30.0", "timing_s/adv:0.1"))
     keys = ["prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4", f"log.latency={latency}"]
     assert main(["plan", log, *keys]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as logged: ")]
-    assert reason in line
+    assert "; its rewards took another time or others were in flight (log.latency, log.concurrency)" in line
 
 
 @pytest.mark.parametrize(
@@ -187,9 +184,7 @@ def test_a_loop_that_waits_for_its_rewards_first_is_replayed_like_that(
     found = re.search(r"^as logged: predicted ([\d.]+) s a step, logged 59.1 s", out, re.MULTILINE)
     assert found is not None
     assert float(found[1]) == pytest.approx(59.1, rel=0.02)
-    assert re.search(
-        r"^with this project: baseline 5\d\S* s a step, -1\d\S*%, as log-probs run beside the rewards$", out, re.M
-    )
+    assert re.search(r"^as planned: baseline 5\d\S* s a step, -1\d\S*%$", out, re.M), "log-probs beside the rewards"
 
 
 @pytest.mark.slow

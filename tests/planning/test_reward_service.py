@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import ConfigError, DataflowError
-from dataflow.planning.requests.requests import Sample
-from dataflow.planning.reward_service import POLL_S, Delivery, RewardService
+from dataflow.planning.reward_service import POLL_S, Delivery, RewardService, Sample
 
 # Few values and all of them exact in binary, so that ties are frequent and sums are the same in any order.
 TIMES = st.integers(0, 24).map(lambda quarters: quarters / 4)

@@ -66,12 +66,6 @@ def test_validation_that_stops_training_holds_back_the_next_step() -> None:
     assert "end_step" not in beside.by_name
     assert {read.field for read in stopping.by_name["old_log_prob"].reads} >= {"turn"}
     assert {read.field for read in stopping.by_name["rollout"].reads} >= {"turn"}
-    workload = job(pipeline=stopping, validation=Validation(5, overlap=False))
-    assert "end_step" not in workload.overlapping().pipeline.by_name
-    assert workload.overlapping().pipeline.by_name["checkpoint"].every == 20
-    assert workload.overlapping().validation == Validation(5, overlap=True)
-    plain = job()
-    assert plain.overlapping() is plain
 
 
 def test_requests_take_their_share_of_the_slots_or_of_the_minute() -> None:

@@ -6,7 +6,7 @@ import json
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.rewards import Rewards, Validation
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, preset
 from dataflow.timeline.spans import Mark, Trace
@@ -33,8 +33,7 @@ def job(steps: int = 8, dispatch_s: float = 0.01) -> Workload:
 def run(workload: Workload, policy: str | SchedulingPolicy = "baseline") -> Trace:
     """A trace as a real run would leave it: with a mark for each reward request."""
     under = preset(policy, workload.mini_batches) if isinstance(policy, str) else policy
-    account, _ = simulate(workload, under, whole=True)
-    trace = account.trace
+    trace = simulate(workload, under)[0]
     facts = {"pipeline": json.loads(json.dumps(workload.pipeline.facts())), "concurrency": workload.rewards.concurrency}
     facts |= {key: getattr(workload, key) for key in ("prompts", "responses", "mini_batches")}
     trace.meta |= {"policy": policy, "job": facts}

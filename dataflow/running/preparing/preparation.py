@@ -17,10 +17,11 @@ from dataflow.engines.choice import rollout_engine
 from dataflow.errors import ConfigError, NotChecked, counted
 from dataflow.graph import Hosted, TaskGraph
 from dataflow.models.directory import check_weights
+from dataflow.planning.auto import opening
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.rewards.managers import scores_alone
 from dataflow.rewards.naming import JUDGE, MAIN, keyed
-from dataflow.running.auto import load_schedule
+from dataflow.running.auto import FILE, load_schedule, policies_of
 from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check
 from dataflow.running.preparing.data import Data, check_same, check_truths
@@ -106,9 +107,9 @@ class Preparation:
 
     def schedule_of(self, directory: Path | None) -> PolicySchedule:
         """Returns the policies of the steps: those that a run has had so far, if it changes them, and the last one."""
-        if directory is None or not self.config.policy.auto:
+        known = load_schedule(directory) if directory is not None and self.config.policy.auto else None
+        if known is None:
             return PolicySchedule(((1, self.policy),))
-        known = load_schedule(directory, self.config.optimizer_steps) or PolicySchedule(((1, self.policy),))
         if (order := known.changes[0][1].order) != self.policy.order:
             raise ConfigError(
                 f"policy.order={self.policy.order}: the run was begun with policy.order={order}, which holds for all "
@@ -119,8 +120,12 @@ class Preparation:
     def expand(self, first: int = 1) -> TaskGraph:
         """Returns the run's task graph from a step on (and keeps it)."""
         config = self.config
+        pipeline = pipeline_of(self.module, config)
+        if config.policy.auto and (self.directory is None or not (self.directory / FILE).exists()):
+            policies = policies_of(pipeline, config.policy, config.optimizer_steps, config.step_groups)
+            self.schedule = opening(policies) if policies else self.schedule  # without one, the graph says why
         self.graph = expand(
-            pipeline_of(self.module, config),
+            pipeline,
             self.schedule,
             config.steps,
             config.optimizer_steps,

@@ -8,7 +8,7 @@ import pytest
 
 from dataflow.errors import ConfigError, DataError, UserError
 from dataflow.planning.planner import predict
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.policy import SchedulingPolicy, preset
 
@@ -126,7 +126,7 @@ def test_the_figures_of_the_reward_queue_in_docs_planning(
 
 def test_a_trainer_with_gpus_of_its_own_goes_on_while_the_engine_still_samples() -> None:
     workload, _config = read_workload(str(EXAMPLE.with_name("reward_queue.yaml")), ["stages.rollout=1772", "steps=4"])
-    trace = simulate(workload, SchedulingPolicy(max_staleness=2), whole=True)[0].trace
+    trace = simulate(workload, SchedulingPolicy(max_staleness=2))[0]
     second = min(s.begin for s in trace.spans if s.stage == "actor_update" and s.step == 2)
     ends = {(s.stage, s.step): s.end for s in trace.spans}
     # The weights of step 1 are loaded once rollout 3 has ended; update 2 does not wait for that.

@@ -15,7 +15,7 @@ from dataflow.planning.config import PlanConfig
 from dataflow.planning.plan import make_plan
 from dataflow.planning.planner import parse_sweep
 from dataflow.planning.rewards import Validation
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import Outcome, simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import CHANGED, Measured, Modelled, Workload, grpo
@@ -37,9 +37,7 @@ def test_a_baselines_trace_foretells_every_policy(policy: str) -> None:
     found = of_trace(run(workload), "a run", PlanConfig())
     assert found.dispatch_s["old_log_prob"] == pytest.approx(0.01)
     assert found.dispatch_s["actor_update"] == pytest.approx(0.01)
-    real = simulate(workload, preset(policy, 4))[0]
-    told = simulate(found, preset(policy, 4))[0]
-    assert told.end - told.begin == pytest.approx(real.end - real.begin, rel=0.02)
+    assert total(found, policy) == pytest.approx(total(workload, policy), rel=0.02)
 
 
 class Slower(Workload):
@@ -58,8 +56,7 @@ def test_a_service_that_was_slow_in_some_steps_is_slow_in_these(policy: str) -> 
     for step in range(1, 9):
         assert list(found.latencies(step)) == pytest.approx(changing.latencies(step))
     assert [found.latencies(step) for step in (9, 10)] == [found.latencies(2), found.latencies(3)]
-    real, told = (simulate(load, preset(policy, 4))[0] for load in (changing, found))
-    assert told.end - told.begin == pytest.approx(real.end - real.begin, rel=0.02)
+    assert total(found, policy) == pytest.approx(total(changing, policy), rel=0.02)
 
     trace.marks = [m for m in trace.marks if m.args["step"] != 6 or m.args["group"] or m.args.get("validation")]
     fewer = of_trace(trace, "a run", PlanConfig())  # as if a group had been dropped
@@ -155,7 +152,7 @@ def test_when_groups_ended_in_the_run_a_streaming_rollout_would_hand_them_on() -
     found = of_trace(trace, "a run", PlanConfig())
     assert found.ends == pytest.approx((*(0.55 * k / 7 for k in range(7)), 1.0))
     evenly = replace(found, ends=())
-    early, late = (simulate(w, preset("baseline+stream", 4))[0].end for w in (found, evenly))
+    early, late = (total(load, "baseline+stream") for load in (found, evenly))
     assert early < late
     # A restarted rollout has its groups twice: such a run is not used.
     trace.levels.append(Level(SAMPLED, rollouts[0].begin, 1))
@@ -197,25 +194,27 @@ def saving(policy: str = "both") -> Trace:
 def test_checkpoints_are_planned_as_they_were_saved(policy: str) -> None:
     found = of_trace(saving(), "a run", PlanConfig())
     assert {name: found.times[name].mean for name in SAVES} == pytest.approx(SAVES)
-    told, _ = simulate(found, preset(policy, 4), whole=True)
-    spans = [s for s in told.trace.spans if s.stage in SAVES]
+    told, _ = simulate(found, preset(policy, 4))
+    spans = [s for s in told.spans if s.stage in SAVES]
     staleness = preset(policy, 4).max_staleness
     assert {s.step for s in spans if s.stage == "write_checkpoint"} == {2, 4, 6, 8}
     assert {s.step for s in spans if s.stage == "keep_samples"} == ({3, 5, 7} if staleness else set())
     # The copy takes the GPUs, the files do not.
     assert {s.stage for s in spans if s.resource == "gpu"} == {"stage_checkpoint"}
     plain = replace(found, times={name: time for name, time in found.times.items() if name not in SAVES})
-    bare = simulate(plain, preset(policy, 4))[0]
-    assert told.work_s["gpu"] - bare.work_s["gpu"] == pytest.approx(3 * SAVES["stage_checkpoint"])  # not the last one
-    assert told.end - bare.end < 4 * (SAVES["stage_checkpoint"] + 2 * 0.01) + 0.5
+    with_it, bare = (Outcome.of(load, preset(policy, 4)) for load in (found, plain))
+    assert with_it.work_s["gpu"] - bare.work_s["gpu"] == pytest.approx(3 * SAVES["stage_checkpoint"]), (
+        "not the last one"
+    )
+    assert with_it.end - bare.end < 4 * (SAVES["stage_checkpoint"] + 2 * 0.01) + 0.5
 
 
 def test_other_intervals_of_checkpoints_are_planned(tmp_path: Path) -> None:
     perfetto.write(saving(), tmp_path / "trace.json")
     for every, steps in ((0, set()), (3, {3, 6, 8})):
         workload, _ = read_workload(str(tmp_path), [f"checkpoint.every={every}"])
-        told, _ = simulate(workload, preset("both", 4), whole=True)
-        writes = [s for s in told.trace.spans if s.stage == "write_checkpoint"]
+        told, _ = simulate(workload, preset("both", 4))
+        writes = [s for s in told.spans if s.stage == "write_checkpoint"]
         assert {s.step for s in writes} == steps
         assert all(s.end - s.begin == pytest.approx(4.0) for s in writes)
     perfetto.write(run(job()), tmp_path / "trace.json")
@@ -347,6 +346,10 @@ def asking_itself() -> Trace:
         if facts["role"] == "requests":
             facts["role"] = None
     return trace
+
+
+def total(workload: Workload, policy: str) -> float:
+    return Outcome.of(workload, preset(policy, 4)).total_s
 
 
 def unrecorded() -> Trace:

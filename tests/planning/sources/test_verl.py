@@ -11,7 +11,7 @@ import pytest
 from dataflow.errors import ConfigError, UserError
 from dataflow.planning.plan import make_plan
 from dataflow.planning.planner import predict
-from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.simulation import Outcome
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Measured, Workload
 from dataflow.policy import preset
@@ -50,8 +50,7 @@ def log(tmp_path: Path) -> str:
 
 
 def total(workload: Workload, policy: str) -> float:
-    account, _costs = simulate(workload, preset(policy, workload.mini_batches))
-    return account.end - account.begin
+    return Outcome.of(workload, preset(policy, workload.mini_batches)).total_s
 
 
 def test_a_baseline_is_predicted_as_it_was_logged(log: str) -> None:
@@ -159,14 +158,6 @@ def test_a_validation_is_generation_and_scoring(log: str) -> None:
         ),
         ((*NEEDED[:2], "mini_batches=3", NEEDED[3]), "mini_batches=3 does not divide 8 prompt groups"),
         ((*NEEDED, "log.latency=unifrom:1:40"), "no distribution is named 'unifrom'; did you mean 'uniform'?"),
-        (("rollout.n=5",), "unknown key 'rollout.n'; verl's 'actor_rollout_ref.rollout.n' is 'responses' in a plan."),
-        (("data.train_batch_size=8",), "verl's 'data.train_batch_size' is 'prompts' in a plan."),
-        (("engine.n=8",), "'engine.n' of a run is 'responses' in a plan."),
-        (("train_batch_size=8",), "'train_batch_size' is 'prompts' in a plan."),
-        (
-            ("actor_rollout_ref.actor.ppo_mini_batch_size=8",),
-            "is 'mini_batches' in a plan: data.train_batch_size / ppo_mini_batch_size.",
-        ),
         ((*NEEDED, "log.rpm=1"), "requests a step cannot be answered in the 40 s"),
         (
             (*NEEDED, "stages.rolout=3"),

@@ -128,7 +128,6 @@ def test_a_wrong_value_is_one_problem_and_what_depends_on_it_has_its_line(
 @pytest.mark.parametrize(
     ("keys", "number"),
     [
-        (("policy.replan=0", "policy=auto"), 1),
         (("policy=both", "policy.max_staleness=9"), 1),
         (("trainer.mini_batches=4", "trainer=3"), 1),
         (("judge.url=nonsense", "judge.timeout=0"), 2),

@@ -1,1 +1,0 @@
-"""Reward requests on the virtual clock: what they are, and when those of a batch are served."""
