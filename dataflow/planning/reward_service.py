@@ -54,7 +54,8 @@ class _Batch:
     begun: int = 0
 
 
-class _Waiter(NamedTuple):
+@dataclass(frozen=True)
+class _Waiter:
     waiter: Any
     count: int
     by_index: bool
@@ -76,10 +77,10 @@ class _Step:
     @property
     def wanted(self) -> list[int] | None:
         """The groups that the first waiter names; None if it takes those that arrive first."""
-        _waiter, count, by_index, groups = self.waiters[0]
-        if groups is not None or not by_index:
-            return None if groups is None else list(groups)
-        return sorted([*self.left, *(group for *_due, group in self.ready)])[:count]
+        first = self.waiters[0]
+        if first.groups is not None or not first.by_index:
+            return None if first.groups is None else list(first.groups)
+        return sorted([*self.left, *(group for *_due, group in self.ready)])[: first.count]
 
     def look(self) -> None:
         """Finds out anew when the first waiter has what it waits for."""

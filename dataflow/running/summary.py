@@ -86,7 +86,6 @@ def summarise(
     mean = "accuracy" if accurate else "score"
     found = {
         **{name: trace.meta.get(name) for name in _FACTS},
-        **({"switches": switches} if (switches := trace.meta.get("switches")) else {}),
         "status": trace.meta.get("status"),
         "steps": steps,
         "seed": trace.meta.get("seed"),

@@ -90,7 +90,7 @@ def test_a_forecast_from_a_baseline_is_what_each_policy_then_takes() -> None:
     slow = forecast(found, [BASELINE], limit=4)[0]
     assert slow == pytest.approx(4 + 4 * 10 + 4 + 0.5, rel=0.01), "the limit in force"
     del found.meta["job"]
-    with pytest.raises(DataError, match="does not say what its pipeline was"):
+    with pytest.raises(DataError, match="does not say what its pipeline"):
         forecast(found, ALL)
 
 

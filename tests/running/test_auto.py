@@ -214,5 +214,5 @@ def test_a_plan_is_made_in_a_process_of_its_own(changed: Path) -> None:
     assert seconds[2] is None, "3 parts do not divide 4 mini-batches"
     assert all(s is not None and s > 0 for s in seconds[:2])
     del trace.meta["job"]
-    with pytest.raises(RunError, match=r"ended with code 1 .*does not say what its pipeline was"):
+    with pytest.raises(RunError, match=r"ended with code 1 .*does not say what its pipeline"):
         asyncio.run(REAL_FORECAST((window(trace, 2, STEPS), [policy(1, 0)], None)))
