@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from random import Random
 
 from dataflow.distribution import Distribution
@@ -137,7 +138,7 @@ class _Agent:
         """Sends the requests of some groups of a step."""
         requests = load.requests(step, groups, self.name)
         self.requests += len(requests)
-        self.requests_s += sum(seconds for _group, seconds in requests)
+        self.requests_s += sum(map(itemgetter(1), requests))
         self.service.submit(step, at, requests, (0, step))
 
 

@@ -13,7 +13,9 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
 from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from dataflow.errors import ConfigError, DataflowError
@@ -173,7 +175,7 @@ class RewardService:
         if not samples:
             return
         of = self._steps.setdefault(key, _Step())
-        counts = Counter([group for group, _seconds in samples])
+        counts = Counter(map(itemgetter(0), samples))
         of.left.update(counts)
         of.end.update(dict.fromkeys(counts, at))
         of.look()
@@ -261,21 +263,24 @@ class RewardService:
             When the first waiter of the batch's key has what it waits for, as far as that is known.
         """
         of, free, at = self._steps[batch.key], self._free, batch.at
-        left, ends, rated, unlimited = of.left, of.end, self._rate > 0, self._unlimited
-        number = batch.begun
+        left, ends, unlimited = of.left, of.end, self._unlimited
+        plain, number = not (unlimited or self._rate), batch.begun
         for group, seconds in islice(batch.samples, number, None):
-            start = at if unlimited or free[0] < at else free[0]
-            if rated and not unlimited:
+            start = free[0]
+            if start < at or unlimited:
+                start = at
+            if not plain and not unlimited:
                 start = self._earliest(start)
             if start >= stop:
                 break
             number += 1
             end = start + seconds
-            if not unlimited:
-                heapq.heapreplace(free, end)
-                if rated:
-                    self._tokens = min(self._bucket, self._tokens + (start - self._filled) * self._rate) - 1.0
-                    self._filled = start
+            if plain:
+                heapreplace(free, end)
+            elif not unlimited:
+                heapreplace(free, end)
+                self._tokens = min(self._bucket, self._tokens + (start - self._filled) * self._rate) - 1.0
+                self._filled = start
             if end > ends[group]:
                 ends[group] = end
             left[group] -= 1

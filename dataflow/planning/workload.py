@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from random import Random
 from typing import NamedTuple
 
@@ -215,7 +216,8 @@ class Workload:
     def requests(self, step: int, groups: Sequence[int], agent: str = "reward") -> list[Sample]:
         """Returns the requests of some groups of a step to an agent, in the order they are sent."""
         n, drawn = self.responses, self.latencies(step, agent)
-        found = [(group, seconds) for group in groups for seconds in drawn[group * n : (group + 1) * n]]
+        of = chain.from_iterable(repeat(group, n) for group in groups)
+        found = list(zip(of, chain.from_iterable(drawn[group * n : (group + 1) * n] for group in groups), strict=True))
         if not self.rewards.scattered:
             return found
         return [found[at] for at in _shuffled(f"{self.seed}/order/{step}", len(found))]
