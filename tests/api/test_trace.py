@@ -87,7 +87,7 @@ def test_it_simulates_where_an_event_loop_runs_already() -> None:
 
 def test_a_simulation_cannot_be_planned_from(tmp_path: Path) -> None:
     path = simulate(expand(grpo_pipeline(), preset("both", 4), 2, 4, groups=16), SECONDS).save(tmp_path / "a.json")
-    with pytest.raises(DataError, match="it may be a simulation's; plan from a run"):
+    with pytest.raises(DataError, match="give a run, not a simulation"):
         plan(path)
 
 
