@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dataflow.commands import completion
-from dataflow.commands.arguments import Parser, Version, as_key, is_dry
-from dataflow.commands.ending import act, unreadable_logging
+from dataflow.commands.ending import act, one_line
 from dataflow.commands.trace import read_trace
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
@@ -26,20 +27,6 @@ if TYPE_CHECKING:
 
 _FILES = (".py", ".yaml", ".yml")
 """Ends of the names of what can be run."""
-EXAMPLES = {
-    "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
-    "resume": "dataflow resume runs/gsm8k_grpo-both-1 steps=60",
-    "export": "dataflow export runs/gsm8k_grpo-both-1 -o my-model",
-    "doctor": "dataflow doctor --start",
-    "completion": 'eval "$(dataflow completion bash)"',
-    "init": "dataflow init my-project",
-    "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
-    "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
-    "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
-    "import-verl": "dataflow import-verl run_qwen3_8b.sh -o run.sh",
-    "samples": "dataflow samples runs/gsm8k_grpo-both-1 step=12 sort=-latency where='score<0.5'",
-    "compare": "dataflow compare runs/a runs/b -o compare.html",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
     if rest and (takes_more is None or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{as_key(rest, arguments)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_key(rest, arguments)}")
     if rest:
         takes_more += rest
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    if own and _trains(options) and unreadable_logging() is None:  # otherwise `act` says why
+    if own and _trains(options):
         from dataflow.running.remains import finish_killed
         from dataflow.system.supervisor import can_supervise, supervise
 
@@ -86,123 +73,136 @@ def _trains(options: argparse.Namespace) -> bool:
     return bool(options.command == "resume")
 
 
+def _as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
+    """Returns a hint that writes an unknown option as a key."""
+    option = next((text for text in unknown if text.startswith("--")), None)
+    if option is None:
+        return ""
+    name, _, value = option.removeprefix("--").partition("=")
+    if not value:
+        following = arguments[arguments.index(option) + 1 :]
+        value = following[0] if following and not following[0].startswith("-") else "VALUE"
+    return f"; keys are written without dashes, {name.replace('-', '_')}={value}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints errors in one line, without the usage, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{one_line(message)}; see '{self.prog} -h'.\n")
+
+
+class _Version(argparse.Action):
+    """Prints the installed version."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from dataflow import __version__
+
+        print(f"dataflow {__version__}")
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands, which the documentation prints, too."""
-    parser = Parser(
+    parser = _Parser(
         prog="dataflow",
         description="Schedules RL post-training so that slow rewards hide behind GPU work.",
-        epilog="example: " + EXAMPLES["run"],
+        epilog="example: dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
     )
-    parser.add_argument("--version", action=Version, nargs=0, help="print the version, and stop")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, act: Any, text: str) -> argparse.ArgumentParser:
+    def add(name: str, act: Callable[[argparse.Namespace], int], text: str, example: str) -> Callable[..., Any]:
         command = commands.add_parser(
             name,
             help=text,
             description=text,
-            epilog=f"example: {EXAMPLES[name]}",
+            epilog=f"example: dataflow {name} {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(act=act)
-        return command
+        return command.add_argument
 
-    run = add("run", _run, "Trains a pipeline.")
-    run.add_argument(
-        "pipeline",
-        nargs="?",
-        metavar="PIPELINE.py",
-        help="or a recipe, or the config.yaml of a run",
-    )
-    run.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="configuration, --keys lists them; dry=true only checks everything",
-    )
-    run.add_argument("--keys", action="store_true", help="list every key with its default, and stop")
-    run.add_argument("--json", action="store_true", help="print the summary as JSON")
-    run.add_argument("--quiet", action="store_true", help="no progress")
+    keys: dict[str, Any] = {"nargs": "*", "metavar": "key=value"}
+    flag: dict[str, Any] = {"action": "store_true"}
+    run_help = "a run's directory"
 
-    resume = add("resume", _resume, "Resumes a run from its last whole checkpoint.")
-    resume.add_argument("run", metavar="RUN", help="a run's directory")
-    resume.add_argument("overrides", nargs="*", metavar="key=value", help="what may change, such as steps=60")
-    resume.add_argument("--json", action="store_true", help="print the summary as JSON")
-    resume.add_argument("--quiet", action="store_true", help="no progress")
+    option = add("run", _run, "Trains a pipeline.", "pipelines/gsm8k_grpo.py policy=mini-batch steps=5")
+    option("pipeline", nargs="?", metavar="PIPELINE.py", help="or a recipe, or the config.yaml of a run")
+    option("overrides", help="configuration, --keys lists them; dry=true only checks everything", **keys)
+    option("--keys", help="list every key with its default, and stop", **flag)
+    option("--json", help="print the summary as JSON", **flag)
+    option("--quiet", help="no progress", **flag)
 
-    export = add("export", _export, "Writes the model of a run's checkpoint as a Hugging Face directory.")
-    export.add_argument("run", metavar="RUN", help="a run's directory")
-    export.add_argument("overrides", nargs="*", metavar="step=N", help="of which step; the newest by default")
-    export.add_argument("-o", dest="out", metavar="DIR", help="directory to make; RUN/model by default")
-    export.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, which is merged otherwise")
+    option = add("resume", _resume, "Resumes a run from its last whole checkpoint.", "runs/gsm8k_grpo-both-1 steps=60")
+    option("run", metavar="RUN", help=run_help)
+    option("overrides", help="what may change, such as steps=60", **keys)
+    option("--json", help="print the summary as JSON", **flag)
+    option("--quiet", help="no progress", **flag)
 
-    init = add("init", _init, "Writes a project of your own: pipeline, reward, configuration, README and tests.")
-    init.add_argument("directory", metavar="DIR", help="directory to write it to")
+    text = "Writes the model of a run's checkpoint as a Hugging Face directory."
+    option = add("export", _export, text, "runs/gsm8k_grpo-both-1 -o my-model")
+    option("run", metavar="RUN", help=run_help)
+    option("overrides", nargs="*", metavar="step=N", help="of which step; the newest by default")
+    option("-o", dest="out", metavar="DIR", help="directory to make; RUN/model by default")
+    option("--adapter", help="the LoRA adapter alone, which is merged otherwise", **flag)
 
-    doctor = add("doctor", _doctor, "Says what is installed and what this machine has, and the fix of each problem.")
-    doctor.add_argument("--start", action="store_true", help="start vLLM once, too (half a minute)")
-    doctor.add_argument("--json", action="store_true", help="print it as JSON")
+    text = "Writes a project of your own: pipeline, reward, configuration, README and tests."
+    option = add("init", _init, text, "my-project")
+    option("directory", metavar="DIR", help="directory to write it to")
 
-    complete = add("completion", _completion, "Prints what a shell evaluates to complete commands, options and files.")
-    complete.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help=", ".join(completion.SHELLS))
+    text = "Says what is installed and what this machine has, and the fix of each problem."
+    option = add("doctor", _doctor, text, "--json")
+    option("--json", help="print it as JSON", **flag)
 
-    show = add("show", _show, "Shows the stages of a pipeline, or the graph unrolled over steps=N.")
-    show.add_argument("pipeline", metavar="PIPELINE.py")
-    show.add_argument("overrides", nargs="*", metavar="key=value")
-    show.add_argument("-o", dest="out", metavar="FILE.mmd|.svg|.png", help="draw it")
-    show.add_argument("--costs", metavar="RUN", help="a run whose stage times say what the critical path is")
-    show.add_argument("--json", action="store_true", help="print nodes and edges as JSON")
+    text = "Prints what a shell evaluates to complete commands, options and files."
+    option = add("completion", _completion, text, "bash")
+    option("shell", metavar="SHELL", choices=completion.SHELLS, help=", ".join(completion.SHELLS))
 
-    plan = add("plan", _plan, "Predicts every policy from a run, a verl log or costs written by hand (costs.yaml).")
-    plan.add_argument(
-        "source",
-        nargs="?",
-        metavar="SOURCE",
-        help="a run's directory, a verl log (console, jsonl, CSV, TensorBoard, MLflow), a .yaml",
-    )
-    more = "what SOURCE does not hold, --keys lists them; or further sources, to compare"
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help=more)
-    plan.add_argument("-o", dest="out", metavar="FILE.png|.svg|.html", help="draw it")
-    plan.add_argument("--keys", action="store_true", help="list every key with its default, and stop")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    text = "Shows the stages of a pipeline, or the graph unrolled over steps=N."
+    option = add("show", _show, text, "pipelines/gsm8k_grpo.py policy=both steps=2")
+    option("pipeline", metavar="PIPELINE.py")
+    option("overrides", **keys)
+    option("-o", dest="out", metavar="FILE.mmd|.svg|.png", help="draw it")
+    option("--costs", metavar="RUN", help="a run whose stage times say what the critical path is")
+    option("--json", help="print nodes and edges as JSON", **flag)
 
-    timeline = add("timeline", _timeline, "Shows one run's overlap.")
-    timeline.add_argument("run", metavar="RUN", help="a run's directory, or its trace.json")
-    timeline.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg|.txt", help="draw it")
-    timeline.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    text = "Predicts every policy from a run, a verl log or costs written by hand (costs.yaml)."
+    option = add("plan", _plan, text, "runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png")
+    text = "a run's directory, a verl log (console, jsonl, CSV, TensorBoard, MLflow), a .yaml"
+    option("source", nargs="?", metavar="SOURCE", help=text)
+    option("overrides", help="what SOURCE does not hold, --keys lists them; or further sources, to compare", **keys)
+    option("-o", dest="out", metavar="FILE.png|.svg|.html", help="draw it")
+    option("--keys", help="list every key with its default, and stop", **flag)
+    option("--json", help="print the plan as JSON", **flag)
 
-    samples = add("samples", _samples, "Shows a run's prompts and responses, with scores and the judge's explanations.")
-    samples.add_argument("run", metavar="RUN", help="a run's directory")
-    samples.add_argument("overrides", nargs="*", metavar="key=value", help="step, val, where, sort, most")
-    samples.add_argument("-o", dest="out", metavar="FILE.html|.parquet", help="write the samples of all steps there")
-    samples.add_argument("--json", action="store_true", help="print them as JSON")
+    option = add("timeline", _timeline, "Shows one run's overlap.", "runs/gsm8k_grpo-both-1 -o timeline.html")
+    option("run", metavar="RUN", help="a run's directory, or its trace.json")
+    option("-o", dest="out", metavar="FILE.html|.png|.svg|.txt", help="draw it")
+    option("--json", help="print the numbers as JSON", **flag)
 
-    compare = add("compare", _compare, "Shows several runs on one time axis; given a pipeline, runs all four policies.")
-    compare.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py or a recipe, key=value ..."
-    )
-    compare.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg", help="draw them; .html to look around in")
-    compare.add_argument("--predicted", action="store_true", help="one RUN against its own prediction, stage by stage")
-    compare.add_argument("--json", action="store_true", help="print the table as JSON")
+    text = "Shows a run's prompts and responses, with scores and the judge's explanations."
+    option = add("samples", _samples, text, "runs/gsm8k_grpo-both-1 step=12 sort=-latency where='score<0.5'")
+    option("run", metavar="RUN", help=run_help)
+    option("overrides", help="step, val, where, sort, most", **keys)
+    option("-o", dest="out", metavar="FILE.html|.parquet", help="write the samples of all steps there")
+    option("--json", help="print them as JSON", **flag)
 
-    imported = add("import-verl", _import_verl, "Turns a launch of verl into this project's overrides; runs nothing.")
-    imported.add_argument(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="LAUNCH",
-        help="a script or a resolved .yaml of verl (then key=value of verl), or python -m verl.trainer.main_ppo ...",
-    )
-    imported.add_argument("-o", dest="out", metavar="FILE", help="write the new script there")
-    imported.add_argument("--keys", action="store_true", help="list verl's keys and ours, and stop")
-    imported.add_argument("--json", action="store_true", help="print what becomes of each key as JSON")
+    text = "Shows several runs on one time axis; given a pipeline, runs all four policies."
+    option = add("compare", _compare, text, "runs/a runs/b -o compare.html")
+    option("runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py or a recipe, key=value ...")
+    option("-o", dest="out", metavar="FILE.html|.png|.svg", help="draw them; .html to look around in")
+    option("--predicted", help="one RUN against its own prediction, stage by stage", **flag)
+    option("--json", help="print the table as JSON", **flag)
+
+    text = "Turns a launch of verl into this project's overrides; runs nothing."
+    option = add("import-verl", _import_verl, text, "run_qwen3_8b.sh -o run.sh")
+    text = "a script or a resolved .yaml of verl (then key=value of verl), or python -m verl.trainer.main_ppo ..."
+    option("words", nargs=argparse.REMAINDER, metavar="LAUNCH", help=text)
+    option("-o", dest="out", metavar="FILE", help="write the new script there")
+    option("--keys", help="list verl's keys and ours, and stop", **flag)
+    option("--json", help="print what becomes of each key as JSON", **flag)
     return parser
-
-
-def _import_verl(options: argparse.Namespace) -> int:
-    from dataflow.importing.command import run
-
-    print(run(options.words, options.out, options.json, options.keys))
-    return 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -215,23 +215,46 @@ def _run(options: argparse.Namespace) -> int:
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
     dry, overrides = is_dry(options.overrides)
-    if dry:
-        from dataflow.commands.dry import check
-
-        return check(options.pipeline, overrides, options.json)
-    progress = _starting(options.pipeline, options)
+    progress = None if dry else _starting(options.pipeline, options)
     from dataflow.config.loading.saved import load
-
-    module, config = load(options.pipeline, overrides)
-    from dataflow.running.resume import Complete, began
     from dataflow.running.session import Session, prepare_logging
 
     prepare_logging()
+    if progress is None:
+        from dataflow.running.dry import dry_run
+
+        return _told(dry_run(partial(load, options.pipeline), overrides), options.json)
+    module, config = load(options.pipeline, overrides)
+    from dataflow.running.resume import Complete, began
+
     session = began(module, config, overrides, progress, Session)
     if isinstance(session, Complete):
         print(json.dumps(session.summary, indent=1) if options.json else f"{session.words}.")
         return 0
     return _train(session, options)
+
+
+def is_dry(arguments: Sequence[str]) -> tuple[bool, list[str]]:
+    """Returns whether ``dry=true`` is the last such key among ``key=value`` arguments, and the others.
+
+    Raises:
+        ConfigError: it has another value than true or false.
+    """
+    given = [text for text in arguments if text.partition("=")[0].strip() == "dry"]
+    if not given:
+        return False, list(arguments)
+    value = given[-1].partition("=")[2].strip().lower()
+    if value not in ("true", "false"):
+        raise ConfigError(f"{given[-1]}: give true, to check everything, or false.")
+    return value == "true", [text for text in arguments if text not in given]
+
+
+def _told(findings: Sequence[Any], as_json: bool) -> int:
+    """Prints what checks found; returns the exit code, 2 for a problem."""
+    from dataflow.commands.doctor import table
+
+    print(json.dumps([asdict(each) for each in findings], indent=1) if as_json else table(findings))
+    return 2 if any(each.state == "problem" for each in findings) else 0
 
 
 def _starting(what: str, options: argparse.Namespace) -> Progress:
@@ -253,14 +276,6 @@ def _resume(options: argparse.Namespace) -> int:
     return _train(resumed(Path(options.run), options.overrides, progress), options)
 
 
-def _export(options: argparse.Namespace) -> int:
-    from dataflow.running.saving.export import export, step_of
-
-    out = Path(options.out) if options.out else None
-    print(export(Path(options.run), out, step_of(options.overrides), options.adapter))
-    return 0
-
-
 def _train(session: Session, options: argparse.Namespace) -> int:
     from dataflow.running.reporting.pages import draw_run
     from dataflow.running.reporting.progress import end_table
@@ -277,10 +292,18 @@ def _train(session: Session, options: argparse.Namespace) -> int:
         raise Interrupted(f"the run is finished, its timeline is not drawn: '{command}' draws it") from None
     if options.json:
         print(json.dumps(summary, indent=1))
-    else:
-        print(end_table(summary))
-        print(f"timeline: {page}")
-        print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
+        return 0
+    print(end_table(summary))
+    print(f"timeline: {page}")
+    print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from dataflow.running.saving.export import export, step_of
+
+    out = Path(options.out) if options.out else None
+    print(export(Path(options.run), out, step_of(options.overrides), options.adapter))
     return 0
 
 
@@ -296,9 +319,10 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from dataflow.commands.doctor import doctor
+    from dataflow.commands.doctor import checks
+    from dataflow.running.preparing.check import collect
 
-    return doctor(options.start, options.json)
+    return _told(list(collect(checks())), options.json)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -332,14 +356,13 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(f"-o {options.out}: it shows one source, {len(sources)} are given; draw each by itself.")
     with Console(stderr=True).status("") as status:
         plans = [make_plan(source, keys, status.update) for source in sources]
-    plan = plans[0]
     if options.out:
-        plan.save(options.out, f"predicted: {Path(options.source).name}")
+        plans[0].save(options.out, f"predicted: {Path(options.source).name}")
     if options.json:
-        print(json.dumps(plan.as_dict() if len(plans) == 1 else [each.as_dict() for each in plans], indent=1))
-    else:
-        print("\n\n\n".join([*(each.text() for each in plans), *([beside(plans)] if len(plans) > 1 else [])]))
-    if options.out and not options.json:
+        print(json.dumps(plans[0].as_dict() if len(plans) == 1 else [each.as_dict() for each in plans], indent=1))
+        return 0
+    print("\n\n\n".join([*(each.text() for each in plans), *([beside(plans)] if len(plans) > 1 else [])]))
+    if options.out:
         print(f"\n{'page' if options.out.lower().endswith('.html') else 'picture'}: {options.out}")
     return 0
 
@@ -374,4 +397,11 @@ def _compare(options: argparse.Namespace) -> int:
         report(training=True)  # its runs close by themselves, which takes a while
         runs = run_all(runs[0], runs[1:])
     print(compare(runs, options.out, options.json))
+    return 0
+
+
+def _import_verl(options: argparse.Namespace) -> int:
+    from dataflow.importing.command import run
+
+    print(run(options.words, options.out, options.json, options.keys))
     return 0

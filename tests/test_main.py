@@ -21,8 +21,8 @@ STARTS = {"module": ["-m", "dataflow"], "script": ["-c", SCRIPT]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("imported", ["argparse", "dataflow.commands.arguments", "dataflow.cli"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("imported", ["argparse", "dataflow.commands.ending", "dataflow.cli"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("start", STARTS)
 def test_a_signal_during_the_imports_ends_the_command_with_one_line(
     start: str, number: signal.Signals, imported: str
@@ -49,7 +49,7 @@ def test_the_exit_code_of_a_command_is_kept() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "ascii:surrogateescape", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_characters_that_stdout_lacks_are_replaced(encoding: str, tmp_path: Path) -> None:
     (tmp_path / "kosten-ü-\udcff.yaml").write_text((ROOT / "examples" / "costs.yaml").read_text())
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
@@ -59,28 +59,3 @@ def test_characters_that_stdout_lacks_are_replaced(encoding: str, tmp_path: Path
         assert ended.returncode == 0, ended.stderr.decode()
         assert not ended.stderr
         assert b"both" in ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["doctor"], ["run", str(PIPELINE), "dry=true"], ["run", str(PIPELINE)]], ids=len)
-def test_a_working_directory_that_was_removed_is_one_sentence(words: list[str], tmp_path: Path) -> None:
-    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-c", SCRIPT, *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=30)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr == (
-        "ConfigError: the working directory cannot be found (No such file or directory), it may have been removed; "
-        "change to another one.\n"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["LOGURU_LEVEL=xx", "LOGURU_FORMAT={bad", "LOGURU_DEBUG_NO=x"])
-@pytest.mark.parametrize("words", [["timeline", str(TRACE)], ["show", str(PIPELINE)], ["run", str(PIPELINE)]], ids=str)
-def test_logging_that_the_environment_sets_wrongly_is_one_sentence(words: list[str], setting: str) -> None:
-    name, _, value = setting.partition("=")
-    command = [sys.executable, "-m", "dataflow", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, name: value}, timeout=30)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith(f"ConfigError: loguru cannot be set up by {name} of the environment (")
-    assert len(ended.stderr.splitlines()) == 1

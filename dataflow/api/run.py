@@ -1,24 +1,30 @@
-"""Runs a pipeline, from its file or made in Python."""
+"""What the commands do, as calls: runs a pipeline from its file or made in Python, resumes, checks and plans."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dataflow.api.arguments import arguments_of
-from dataflow.api.notebook import outside_a_loop
 from dataflow.api.trace import Trace
+from dataflow.config.keys.nested import flat
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
+from dataflow.running.preparing.check import Finding
 
 if TYPE_CHECKING:
+    from dataflow.planning.plan import Plan
     from dataflow.running.resume import Complete
     from dataflow.running.session import Session
 
 Inputs = Mapping[str, Callable[[int], Any]]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,64 @@ def resume(directory: str | Path, *overrides: str, quiet: bool = True, **keys: A
     from dataflow.running.resume import resumed
 
     return _finish(lambda: resumed(Path(directory), arguments_of(overrides, keys), Progress(quiet=quiet)))
+
+
+def check(pipeline: str | Path, *overrides: str, **keys: Any) -> list[Finding]:
+    """Makes all checks of a run, as ``dataflow run ... dry=true`` does; starts nothing and leaves nothing behind.
+
+    Args:
+        pipeline: its file, a recipe, or the ``config.yaml`` of a run.
+        *overrides: ``key=value`` arguments, as of the command line.
+        **keys: configuration by name, as of :func:`run`.
+
+    Returns:
+        What each check found; ``state`` is ``ok``, ``warning``, ``problem`` or ``not checked``.
+    """
+    from dataflow.config.loading.saved import load
+    from dataflow.running.dry import dry_run
+
+    return outside_a_loop(lambda: dry_run(partial(load, pipeline), arguments_of(overrides, keys)))
+
+
+def plan(source: str | Path, *overrides: str, **keys: Any) -> Plan:
+    """Returns the predicted time of every policy, with advice.
+
+    Args:
+        source: a run's directory or trace, a verl log, or a ``costs.yaml``.
+        *overrides: ``key=value`` arguments, as of ``dataflow plan``.
+        **keys: the same by name: ``plan(run, reward={"concurrency": 128})``.
+
+    Raises:
+        UserError: the source or a key is wrong, in one sentence.
+    """
+    from dataflow.planning.plan import make_plan
+
+    arguments = arguments_of(overrides, keys)
+    return outside_a_loop(lambda: make_plan(str(source), arguments))
+
+
+def arguments_of(overrides: tuple[str, ...], keys: Mapping[str, Any]) -> list[str]:
+    """Returns ``key=value`` arguments.
+
+    Args:
+        overrides: arguments in this form already.
+        keys: values by key; a mapping for a section.
+
+    >>> arguments_of(("seed=1",), {"policy": "both", "trainer": {"lr": 1e-4, "betas": (0.9, 0.99)}, "name": None})
+    ['seed=1', 'policy=both', 'trainer.lr=0.0001', 'trainer.betas=[0.9, 0.99]', 'name=null']
+    """
+    given = (f"{key}={of if isinstance(of, str) else json.dumps(of, default=str)}" for key, of in flat(keys))
+    return [*overrides, *given]
+
+
+def outside_a_loop(work: Callable[[], Result]) -> Result:
+    """Calls a function; where this thread has an event loop already (a notebook), in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1, "dataflow run") as pool:
+        return pool.submit(work).result()
 
 
 def _module(pipeline: Pipeline, inputs: Inputs) -> ModuleType:

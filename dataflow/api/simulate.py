@@ -7,13 +7,12 @@ import heapq
 import math
 from collections.abc import Mapping
 
-from dataflow.api.notebook import outside_a_loop
+from dataflow.api.run import outside_a_loop
 from dataflow.api.trace import Trace
 from dataflow.errors import ConfigError, nearest
 from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph
 from dataflow.runner import Runner
-from dataflow.usercode.numeric import kind_of, real_number
 
 
 class StepSeconds(Costs):
@@ -95,15 +94,14 @@ def simulate(graph: TaskGraph, costs: Costs | Mapping[str, float], capacity: int
             f"simulate: capacity={capacity!r}: give a whole number of at least 1, beside the seconds of each stage."
         )
     if not isinstance(costs, Costs):
-        if not isinstance(costs, Mapping):
-            raise ConfigError(f"simulate: costs is {kind_of(costs)}; give the seconds of each stage by name, or Costs.")
         names = [s.name for s in pipeline.stages]
         if missing := [name for name in names if name not in costs]:
             raise ConfigError(f"simulate: no seconds for stage {', '.join(map(repr, missing))}; give all of a step.")
         if unknown := [name for name in costs if name not in names]:
             raise ConfigError(f"simulate: there is no stage '{unknown[0]}'{nearest(unknown[0], names) or '.'}")
-        for name in names:
-            _check_seconds(name, costs[name])
+        for name, seconds in costs.items():
+            if not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
+                raise ConfigError(f"simulate: stage '{name}' takes {seconds!r} s; give a finite time of 0 or more.")
         costs = StepSeconds(graph, costs, capacity)
     trace = Trace(meta={"resources": dict(pipeline.resources), "steps": graph.steps, "status": "finished"})
     trace.meta["job"] = {"pipeline": pipeline.facts()}
@@ -111,12 +109,3 @@ def simulate(graph: TaskGraph, costs: Costs | Mapping[str, float], capacity: int
     runner = Runner(graph, VirtualExecutor(costs), inputs=inputs, trace=trace)
     outside_a_loop(lambda: asyncio.run(runner.run()))
     return trace
-
-
-def _check_seconds(stage: str, value: object) -> None:
-    try:
-        seconds = real_number(value)
-    except ValueError as error:
-        raise ConfigError(f"simulate: stage '{stage}' takes {error}; give its seconds.") from error
-    if not 0 <= seconds < math.inf:
-        raise ConfigError(f"simulate: stage '{stage}' takes {seconds:g} s; give a finite time of 0 or more.")

@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 
-from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
+from dataflow.errors import DataflowError, Interrupted, UserError
 from dataflow.system.extras import missing_extra
 from dataflow.system.secrets import redact
 from dataflow.system.stopping import stopping
@@ -23,22 +23,17 @@ def act(options: argparse.Namespace) -> int:
     """
     with stopping:
         try:
-            _check_place()
             code = int(options.act(options) or 0)
             sys.stdout.flush()
             return code
         except Interrupted as error:
             print(f"\ninterrupted: {error}", file=sys.stderr)
             return stopping.exit_code
-        except KeyboardInterrupt:
-            return interrupted()
         except (DataflowError, ImportError) as error:
             if (why := missing_extra(error)) is not None:
                 print(f"ConfigError: {why}", file=sys.stderr)
                 return 2
-            if isinstance(error, DataflowError):
-                return _failed(error)
-            return interrupted()
+            return _failed(error) if isinstance(error, DataflowError) else interrupted()
         except BrokenPipeError:
             _drop_output()
             sys.stderr.close()
@@ -55,34 +50,8 @@ def act(options: argparse.Namespace) -> int:
                 return interrupted()
             print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
             return 2
-        except ValueError:
-            if (why := unreadable_logging()) is None:
-                return interrupted()
-            print(f"ConfigError: {one_line(why)}", file=sys.stderr)
-            return 2
         except BaseException:
             return interrupted()
-
-
-def unreadable_logging() -> str | None:
-    """Returns a sentence about variables of the environment with which loguru cannot be imported; None if it can be."""
-    try:
-        import loguru  # noqa: F401
-    except ValueError as error:
-        names = ", ".join(sorted(name for name in os.environ if name.startswith("LOGURU_")))
-        return f"loguru cannot be set up by {names} of the environment ({error}); correct it, or unset it."
-    return None
-
-
-def _check_place() -> None:
-    """Raises a ConfigError in a working directory that was removed, where even imports of libraries fail."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise ConfigError(
-            f"the working directory cannot be found ({error.strerror}), it may have been removed; change to "
-            "another one."
-        ) from error
 
 
 def interrupted() -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from shutil import which
 
 from dataflow.errors import ConfigError
-from dataflow.files import replaced, unmakable, written
+from dataflow.files import unmakable, written
 
 _TEXT = ".txt"
 """Ends the names of Python files in the package, so that no tool takes them for its modules or tests."""
@@ -29,42 +27,22 @@ def init(directory: str) -> int:
         RunError: a file cannot be written.
     """
     place = Path(directory).expanduser()
-    texts = {each.name.removesuffix(_TEXT): each.read_text(encoding="utf-8") for each in _project()}
+    project = sorted(path for path in Path(str(files(__package__)), "project").iterdir() if path.is_file())
+    texts = {each.name.removesuffix(_TEXT): each.read_text(encoding="utf-8") for each in project}
     if os.path.lexists(place) and not place.is_dir():
         raise ConfigError(f"init: {directory} is a file; give the name of a directory.")
-    if taken := sorted(name for name in texts if os.path.lexists(place / name)):
-        raise ConfigError(f"init: {place / taken[0]} exists; give another directory, or move it away.")
+    if taken := next((name for name in texts if os.path.lexists(place / name)), None):
+        raise ConfigError(f"init: {place / taken} exists; give another directory, or move it away.")
     if (why := unmakable(place)) is not None:
         raise ConfigError(f"init: {directory}: {why}")
-    with _whole(place, texts), written("project", place, "make room there, or give another directory"):
+    with written("project", place, "make room there, or give another directory"):
         place.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            with replaced(place / name) as temporary:
-                temporary.write_text(text.replace("# NAME", f"# {place.absolute().name}", 1), encoding="utf-8")
+            text = text.replace("# NAME", f"# {place.absolute().name}", 1)
+            (place / name).write_text(text, encoding="utf-8")
     print(f"{directory}: {', '.join(sorted(texts))}")
     # Of an environment that is not active, the shell does not find the command.
     program = "dataflow" if which("dataflow") else shlex.quote(str(Path(sys.executable).with_name("dataflow")))
     run = f"{program} run config.yaml"
     print(f"next: cd {shlex.quote(directory)} && {run} dry=true && {run} steps=3")
     return 0
-
-
-@contextlib.contextmanager
-def _whole(place: Path, names: Iterable[str]) -> Iterator[None]:
-    """Removes the files and the directory again if the block fails, so that the command can be repeated."""
-    made = not place.exists()
-    try:
-        yield
-    except BaseException:
-        for name in names:
-            (place / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            if made:
-                place.rmdir()
-        raise
-
-
-def _project() -> list[Path]:
-    """Returns the files of the project in the package."""
-    folder = Path(str(files(__package__))) / "project"
-    return sorted(path for path in folder.iterdir() if path.is_file())

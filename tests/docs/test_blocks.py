@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.cli import main, make_parser
-from dataflow.commands.arguments import is_dry
+from dataflow.cli import is_dry, main, make_parser
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.saved import Saved, dump, load
 from dataflow.config.run import RunConfig
@@ -76,7 +75,6 @@ UNRUN = {
     "resume": "trains, so its changes are resolved alone",
     "export": "needs a checkpoint: tests/running/saving",
     "import-verl": "needs a launch: tests/importing, test_docs_from_verl.py",
-    "--start": "starts vLLM: tests/commands/test_doctor.py",
     "examples/costs.yaml": "takes 10 s and more to plan: tests/planning",
     "recipes/costs/gsm8k-ablation.yaml": "likewise: tests/project/test_recipes.py",
     "baseline.csv": "likewise, of a log that is not in the repository: benchmarks/prediction.py",

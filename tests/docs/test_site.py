@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 import dataflow
-from dataflow.cli import EXAMPLES
 from dataflow.config.keys.overrides import fields
 from dataflow.config.run import RunConfig
 from dataflow.planning.config import PlanConfig
@@ -88,9 +87,9 @@ def test_the_configuration_has_every_key(pages: dict[str, str]) -> None:
 
 
 def test_the_commands_and_the_public_names_are_all_there(pages: dict[str, str]) -> None:
-    for name, example in EXAMPLES.items():
+    for name in ("run", "resume", "export", "init", "doctor", "show", "plan", "timeline", "samples", "compare"):
         assert f"\n## dataflow {name}\n" in pages["reference/commands.md"]
-        assert f"example: {example}" in pages["reference/commands.md"]
+        assert f"example: dataflow {name} " in pages["reference/commands.md"]
     for name in dataflow.__all__:
         assert f"dataflow.{name}\n" in pages["reference/api.md"] or f"`{name}`" in pages["reference/api.md"]
 
