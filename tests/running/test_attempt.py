@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from dataflow.errors import RunError, StageFailed
+from dataflow.api.run import run
+from dataflow.config.base import PipelineConfig
+from dataflow.errors import RunError, ServiceLost, StageFailed
+from dataflow.graph import Pipeline, TaskInfo, stage
 from dataflow.running import session
 from dataflow.running.attempt import Attempt
 from dataflow.running.record import Record
@@ -59,3 +62,26 @@ def test_an_attempt_that_fails_leaves_its_record_whatever_its_agents_say(
     assert attempt.closed
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     assert json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_a_run_goes_back_when_a_service_dies_and_records_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died: list[int] = []
+
+    @stage(writes="seen", on="gpu", role="trains")
+    def train(numbers: list[int], *, task: TaskInfo) -> list[int]:
+        if task.step == 3 and not died:
+            died.append(task.step)
+            raise ServiceLost("the trainer died")
+        task.log({"value": float(numbers[0])})
+        return numbers
+
+    monkeypatch.setattr(PipelineConfig, "recoveries", 1)
+    keys: dict[str, Any] = {"steps": 4, "name": "a", "runs": str(tmp_path), "tracking": {"backends": ["tensorboard"]}}
+    with logged() as warnings:
+        done = run(Pipeline([train], ["numbers"], {"gpu": 1}), inputs={"numbers": lambda step: [step]}, **keys)
+    assert "restart 1 of 1: the run resumes from its beginning, as it has no checkpoint" in warnings[0]
+    assert [(row["step"], row["value"]) for row in done.metrics] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert [span.task for span in done.trace.spans] == [f"train[{step}]" for step in (1, 2, 3, 4)]
+    assert (done.summary["status"], done.summary["resumed"]) == ("finished", [0])
