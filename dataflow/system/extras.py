@@ -15,7 +15,7 @@ PACKAGE = "dataflow-rl"
 TRAIN = (
     "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "hydra", "omegaconf", "pandas", "peft", "pyarrow", "ray",
     "renderers",
-    "safetensors", "tensordict", "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
+    "safetensors", "tensorboard", "tensordict", "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
 )  # fmt: skip
 EXTRAS = {
     **dict.fromkeys(TRAIN, "cpu"), "aiohttp": "http", "matplotlib": "pictures", "multidict": "http",

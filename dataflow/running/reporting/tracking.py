@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,6 +24,7 @@ from dataflow.errors import ConfigError
 from dataflow.files import replaced, written
 from dataflow.system import clock
 from dataflow.system.children import safe_path
+from dataflow.system.extras import not_installed
 from dataflow.usercode.numeric import finite
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ _FILES = ("tensorboard", "file")
 """Backends whose files are in the run's directory."""
 _AXIS = "training/global_step"
 """verl's name of a row's step: the axis of W&B's charts, whose own steps count the rows, as it takes no earlier one."""
-_PACKAGES = ("clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+_PACKAGES = ("clearml", "mlflow", "swanlab", "trackio", "wandb")
 """Backends that are packages of the same name."""
 _CHOSEN = {"wandb": "WANDB_RUN_ID", "swanlab": "SWANLAB_RUN_ID"}
 """Services that take an id which the run chooses; MLflow gives one."""
@@ -50,6 +52,8 @@ def check_backends(backends: Sequence[str]) -> None:
         ConfigError: one is not.
     """
     for backend in backends:
+        if backend == _BOARD and (why := not_installed("tensorboard")) is not None:
+            raise ConfigError(why)
         if backend in _PACKAGES and importlib.util.find_spec(backend) is None:
             raise ConfigError(
                 f"tracking.backends: '{backend}' needs the package {backend}, which is not installed; run "
@@ -229,9 +233,7 @@ def _open(
         tracking.logger["wandb"].define_metric(_AXIS, summary="max")
         tracking.logger["wandb"].define_metric("*", step_metric=_AXIS)
     if "mlflow" in tracking.logger:
-        import mlflow
-
-        if (active := mlflow.active_run()) is not None:
+        if (active := sys.modules["mlflow"].active_run()) is not None:  # verl has imported it
             ids[_MLFLOW] = active.info.run_id
     if {*backends} & {*_CHOSEN, "mlflow"}:
         with replaced(file) as temporary:
