@@ -233,8 +233,7 @@ def _open(
         tracking.logger["wandb"].define_metric(_AXIS, summary="max")
         tracking.logger["wandb"].define_metric("*", step_metric=_AXIS)
     if "mlflow" in tracking.logger:
-        if (active := sys.modules["mlflow"].active_run()) is not None:  # verl has imported it
-            ids[_MLFLOW] = active.info.run_id
+        ids[_MLFLOW] = sys.modules["mlflow"].active_run().info.run_id  # verl has imported it, and begun a run
     if {*backends} & {*_CHOSEN, "mlflow"}:
         with replaced(file) as temporary:
             temporary.write_text(json.dumps(ids) + "\n", encoding="utf-8")
