@@ -68,8 +68,7 @@ class _Waiter:
 class _Step:
     """The groups of a key that were not delivered, and those who wait for them."""
 
-    left: dict[int, int] = field(default_factory=dict)  # group -> requests that have not begun
-    end: dict[int, float] = field(default_factory=dict)  # group -> latest end of those that have
+    left: dict[int, list[Any]] = field(default_factory=dict)  # group -> requests not begun, latest end of the others
     ready: list[tuple[float, int, int]] = field(default_factory=list)  # (*due, group) of those that arrive, in order
     waiters: deque[_Waiter] = field(default_factory=deque)
     missing: set[int] = field(default_factory=set)  # groups that the first waiter names, and that are not ready
@@ -176,8 +175,7 @@ class RewardService:
             return
         of = self._steps.setdefault(key, _Step())
         counts = Counter(map(itemgetter(0), samples))
-        of.left.update(counts)
-        of.end.update(dict.fromkeys(counts, at))
+        of.left.update({group: [count, at] for group, count in counts.items()})
         of.look()
         batch = _Batch(key, at, (0, 0) if self._per_step else order, samples)
         if self._unlimited:
@@ -263,7 +261,7 @@ class RewardService:
             When the first waiter of the batch's key has what it waits for, as far as that is known.
         """
         of, free, at = self._steps[batch.key], self._free, batch.at
-        left, ends, unlimited = of.left, of.end, self._unlimited
+        left, unlimited = of.left, self._unlimited
         plain, number = not (unlimited or self._rate), batch.begun
         for group, seconds in islice(batch.samples, number, None):
             start = free[0]
@@ -281,12 +279,13 @@ class RewardService:
                 heapreplace(free, end)
                 self._tokens = min(self._bucket, self._tokens + (start - self._filled) * self._rate) - 1.0
                 self._filled = start
-            if end > ends[group]:
-                ends[group] = end
-            left[group] -= 1
-            if not left[group]:
+            own = left[group]
+            own[0] -= 1
+            if end > own[1]:
+                own[1] = end
+            if not own[0]:
                 del left[group]
-                of.add(group, ends.pop(group), self._next())
+                of.add(group, own[1], self._next())
                 if of.due[0] < stop and not unlimited:
                     stop = of.due[0]
         self.served += number - batch.begun

@@ -87,7 +87,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
 def test_a_plan_of_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.json").write_text("")
     assert main(["plan", str(tmp_path)]) == 2
-    assert "is empty; give the trace.json of another run" in capsys.readouterr().err
+    assert "was not written by dataflow; give the trace.json of a run" in capsys.readouterr().err
     assert main(["plan"]) == 2
     assert "give a SOURCE" in capsys.readouterr().err
     assert main(["plan", "--keys"]) == 0
