@@ -1,9 +1,10 @@
 """Scheduling policies: what they are, and the tasks and edges that they make of a pipeline. Pure.
 
-Two integers make all of them: ``split``, the number of parts in which a step's rewards are collected and used, and
-``max_staleness``, how many steps old the weights that a step samples with may be, counted from the weights that its
-update starts from. Only this module turns them into tasks and edges: :func:`expand` checks them, and :class:`Unroller`
-makes the tasks of a step, each with all that it waits for. The scheduler orders these and knows no policy.
+Two integers and a flag make all of them: ``split``, the number of parts in which a step's rewards are collected and
+used; ``max_staleness``, how many steps old the weights that a step samples with may be, counted from the weights that
+its update starts from; and whether the rollout streams. Only this module turns them into tasks and edges:
+:func:`expand` checks them, and :class:`Unroller` makes the tasks of a step, each with all that it waits for. The
+scheduler orders these and knows no policy.
 
 Why may the rollout of step 5 start before the rewards of step 4 have arrived, and what stops step 6's? Update 5 starts
 from the weights that step 4 makes. Under ``off-policy`` and ``both`` (max_staleness=1) its samples may be drawn with
@@ -26,11 +27,12 @@ advantage[4.4] <- rollout[4] reward_collect[4.4]
 ``sync_weights[3]`` waits in its turn for ``rollout[4]``, which still samples with the weights that it overwrites. A
 task that waits for nothing more takes a free slot of its resource in the order that :mod:`dataflow.scheduler` keeps.
 
-Where does a new policy go? One that is known before the run is numbers of :class:`SchedulingPolicy`, which
-:meth:`Unroller.numbers_of` turns into those of a step, or an edge of :meth:`Unroller._task`. One that depends on what
-the run measures chooses such policies while it goes, as ``policy=auto`` does: ``running/auto.py:AutoPolicy`` gets the
-end of each step from ``running/attempt.py``, ``planning/auto.py:Controller.decide`` chooses from the trace, and
-``Runner.switch`` changes the steps that have not begun. Another rule is another ``decide``.
+Where does a new policy go? One that is fixed before the run is a new field of :class:`SchedulingPolicy`, which
+:meth:`Unroller.numbers_of` reads, or a new edge of :meth:`Unroller._task`. One that depends on what the run measures
+chooses such policies while it goes, as ``policy=auto`` does: ``running/auto.py:AutoPolicy`` gets the end of each step
+from ``running/attempt.py`` and predicts from the trace, ``planning/auto.py:Controller.decide`` chooses among the
+predicted seconds, and ``Runner.switch`` changes the steps that have not begun. A rule on measurements instead of
+predictions is another ``AutoPolicy.ended``.
 ``Scheduler._key`` decides which of two ready tasks gets a slot, from durations that the scheduler learns.
 """
 

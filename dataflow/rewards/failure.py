@@ -1,6 +1,6 @@
 """The failure rule: what happens to a sample that cannot be scored. The user declares it; none is implied.
 
-A new kind of rule is named here (:data:`Kind`, ``drops``, ``for_validation``) and applied in
+A new kind of rule is named here (:data:`Kind`, ``drops``, ``for_validation``, ``parse_rule``) and applied in
 :meth:`Steps.failed <dataflow.rewards.steps.Steps.failed>`; one that needs the whole group, in ``Steps._finish``, before
 post-processing. The rest is text: ``reward.on_failure`` in config/reward.py and docs/rewards.md.
 """

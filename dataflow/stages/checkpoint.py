@@ -4,9 +4,9 @@
                                                     ▲
     rollout[v+1 .. v+max_staleness] ─▶ keep_samples   ┘               (io; drawn before the sync of step v)
 
-``stage_checkpoint`` reads every state of the graph, so by the graph's own rules the next step overwrites none before
-it is copied. There is one copy at a time: until its files are written, which may wait for a slot of ``io``, the next
-checkpoint is left out, and training continues. Only the checkpoint at the end of the run waits.
+``stage_checkpoint`` reads every state of the graph, so the next step overwrites none before it is copied
+(``Unroller._overwrites``). There is one copy at a time: until its files are written, which may wait for a slot of
+``io``, the next checkpoint is left out, and training continues. Only the checkpoint at the end of the run waits.
 
 A service is saved if a stage with the role ``trains`` calls it. With several, such as an actor and a critic, each is
 copied and written by stages of its own; that of the first makes the whole a checkpoint when all others are written:

@@ -101,7 +101,7 @@ class Calls:
             elif isinstance(code, asyncio.Task):
                 code.cancel()
                 self._leave(code, GRACE_S, on_free, error)
-            else:  # a thread cannot be stopped; it keeps its slot until its time-out
+            else:  # a cancelled thread cannot be stopped: it keeps its slot until its time-out, and no longer after one
                 self._leave(code, max(0.0, ends_at - loop.time()), on_free, error)
 
     def _leave(
