@@ -113,6 +113,7 @@ def window(trace: Trace, since: int, last: int) -> Trace | None:
     return Trace(
         spans,
         [replace(mark, args={**mark.args, "step": mark.args["step"] - first + 1}) for mark in marks],
+        [level for level in trace.levels if level.at >= spans[0].begin],  # when the groups of a rollout ended
         # The policy changed within the run, so that the text after the step does not matter.
         meta={**trace.meta, "steps": last - first + 1, "status": "running"},
     )

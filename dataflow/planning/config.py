@@ -14,8 +14,6 @@ from dataflow.errors import ConfigError
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
-LARGEST_STEP = 2**24
-"""Samples of a step at most: a plan keeps the times of each."""
 MOST_IN_FLIGHT = 100_000
 """A plan keeps the time of each slot; more slots than a few steps have requests change nothing."""
 

@@ -30,7 +30,7 @@ from dataflow.running.auto import AutoPolicy, facts_of, within
 from dataflow.running.directory import locked, make_directory, remove_temporary
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.preparation import Preparation
-from dataflow.running.record import Backends, Record
+from dataflow.running.record import TRACE, Backends, Record
 from dataflow.running.remains import stopped
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.reward_counts import Stats
@@ -123,7 +123,7 @@ class Session:
                 # Once more, with the total time, now that everything has ended.
                 record.write_summary(total_s=record.total_s(self.progress.elapsed_s), **self._facts)
             except BaseException as error:
-                if isinstance(error, UserError) and not self._resumes:
+                if isinstance(error, UserError) and not self._resumes and not (self.directory / TRACE).exists():
                     shutil.rmtree(self.directory)  # the run could not start (no cluster at that address)
                     raise
                 if record.summary.get("status") == "finished" or not (self.directory / SUMMARY).exists():
@@ -164,6 +164,7 @@ class Session:
 
     def _newest(self) -> Checkpoint | None:
         """Returns the checkpoint that the run resumes from, with the record cut there; None to begin."""
+        self._prepared.directory = self.directory  # a graph that is made from here on keeps the policies so far
         point = CheckpointStore(self.directory / "checkpoints").newest()
         if self.config.policy.auto:
             first = min(point.step + 1, self.config.steps) if point else 1

@@ -12,7 +12,7 @@ import pytest
 
 from dataflow.api.run import run
 from dataflow.config.base import PipelineConfig
-from dataflow.errors import RunError, ServiceLost, StageFailed
+from dataflow.errors import DataError, RunError, ServiceLost, StageFailed
 from dataflow.graph import Pipeline, TaskInfo, stage
 from dataflow.running import session
 from dataflow.running.attempt import Attempt
@@ -62,6 +62,27 @@ def test_an_attempt_that_fails_leaves_its_record_whatever_its_agents_say(
     assert attempt.closed
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     assert json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_a_run_whose_data_ends_it_in_its_midst_keeps_what_it_has(tmp_path: Path) -> None:
+    @stage(writes="seen", on="gpu", role="trains")
+    def train(numbers: list[int]) -> list[int]:
+        return numbers
+
+    def numbers(step: int) -> list[int]:
+        if step == 3:
+            raise DataError("row 7: its image is not there.")
+        return [step]
+
+    with pytest.raises(DataError, match="row 7"):
+        run(
+            Pipeline([train], ["numbers"], {"gpu": 1}),
+            inputs={"numbers": numbers},
+            steps=4,
+            name="a",
+            runs=str(tmp_path),
+        )
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_a_run_goes_back_when_a_service_dies_and_records_each_step_once(

@@ -99,19 +99,19 @@ def shortened(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
+def kinds_of(annotation: Any) -> Iterator[Any]:
     """Yields the types that a key takes: the members of a union, without what annotates them."""
     if get_origin(annotation) in (Union, UnionType):
         for each in get_args(annotation):
-            yield from _kinds(each)
+            yield from kinds_of(each)
     elif get_origin(annotation) is Annotated:
-        yield from _kinds(get_args(annotation)[0])
+        yield from kinds_of(get_args(annotation)[0])
     else:
         yield annotation
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    kinds = _kinds(annotation)
+    kinds = kinds_of(annotation)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
@@ -123,7 +123,7 @@ def _annotation(at: Any, path: Sequence[str]) -> Any:
     if (section := _section(at)) is not None:
         info = section.model_fields.get(name)
         return None if info is None else _annotation(info.annotation, rest)
-    inner = next((get_args(kind)[1] for kind in _kinds(at) if get_origin(kind) is dict), None)
+    inner = next((get_args(kind)[1] for kind in kinds_of(at) if get_origin(kind) is dict), None)
     return _annotation(inner, rest) if _section(inner) is not None else inner  # other mappings may be of any depth
 
 
@@ -132,12 +132,12 @@ def _value(cls: type[BaseModel], key: str, raw: str) -> Any:
     annotation = _annotation(cls, key.split("."))
     if annotation is None:
         raise ConfigError(_unknown(cls, key))
-    kinds = list(_kinds(annotation))
+    kinds = list(kinds_of(annotation))
     if NoneType in kinds and raw in ("", "~", "null", "None"):
         return None
     origins, section = {get_origin(kind) for kind in kinds}, _section(annotation)
     text = str in kinds or Literal in origins or (section is not None and _shorthand(section))
-    if text and raw[:1] not in ("'", '"') and not (raw[:1] in "[{" and (section is not None or list in origins)):
+    if text and raw[:1] not in ("'", '"') and not (raw[:1] in ("[", "{") and (section is not None or list in origins)):
         return raw
     try:
         return yaml_values.load(raw)
@@ -163,7 +163,7 @@ def _laid_over(at: Any, below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
         section = _section(annotation)
         if section is not None and isinstance(value, str) and (short := _shorthand(section)):
             value = {short: value}
-        elif section is not None and value is None and NoneType not in _kinds(annotation):
+        elif section is not None and value is None and NoneType not in kinds_of(annotation):
             value = {}  # a section that is named in a file and holds nothing
         merged[name] = _laid_over(annotation, merged.get(name), value) if isinstance(value, Mapping) else value
     return merged
@@ -196,6 +196,10 @@ def _sentence(cls: type[BaseModel], error: ValidationError) -> str:
     if first["type"] == "model_type" and (section := _section(_annotation(cls, path))) is not None:
         names = ", ".join(f"{key}.{name}" for name in section.model_fields)
         return f"{key}={shortened(given)}: '{key}' is a section; set one of its keys: {names}."
+    pair = next((kind for kind in kinds_of(_annotation(cls, path)) if get_origin(kind) is tuple), None)
+    if pair is not None and first["type"] in ("missing", "tuple_type", "too_long"):
+        default = yaml_values.inline(list(default_of(cls, tuple(path))))
+        return f"{key}: give a list of {len(get_args(pair))} values, such as {default}."
     if first["type"] == "missing" or (first["type"] == "value_error" and isinstance(given, Mapping)):
         return f"{why if why.startswith(key) else f'{key}: {why}'}."
     why = re.sub("^Input should be (greater|less)", r"give a number \1", why).replace("Input should be", "give")

@@ -1,6 +1,7 @@
-"""YAML as all of the package reads and writes it: the types of YAML 1.1, with the two exceptions of Hydra.
+"""YAML as all of the package reads and writes it: the types of YAML 1.1, with a few exceptions.
 
-``1e-5`` is a number, and ``2024-01-01`` is a text. A key that is given twice is an error: only one value would count.
+``1e-5`` is a number, and ``2024-01-01`` is a text; so are ``010`` and ``1:40``, which YAML 1.1 takes for 8 and 100. A
+key that is given twice is an error: only one value would count.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from typing import Any, ClassVar
 
 import yaml
 
-_FLOAT, _DATE = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
+_FLOAT, _INT, _DATE = (f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp"))
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
 _EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # with libyaml ten times as fast
 
 
 class _Loader(_Base):  # type: ignore[misc]
     yaml_implicit_resolvers: ClassVar = {
-        first: [rule for rule in rules if rule[0] != _DATE]
+        first: [rule for rule in rules if rule[0] not in (_DATE, _INT)]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -44,6 +46,7 @@ class _Dumper(yaml.SafeDumper):
 
 for _each in (_Loader, _Dumper):
     _each.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
+_Loader.add_implicit_resolver(_INT, _DECIMAL, list("-+0123456789"))
 
 
 def load(text: str) -> Any:

@@ -125,7 +125,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, text: str, said: str) ->
     ("text", "said"),
     [
         ("steps: 1.5", "steps=1.5: give a valid integer"),
-        ("model: {path: 0123}", "model.path=83: give a valid string"),
+        ("model: {path: 123}", "model.path=123: give a valid string"),
         ("1: 3", "unknown key '1'; keys and sections: policy"),
         ("reward: {extra-groups: 3}", "unknown key 'reward.extra-groups'; did you mean 'reward.extra_groups'"),
         ("reward: 3", "reward=3: 'reward' is a section; set one of its keys: reward.concurrency, "),
