@@ -70,7 +70,7 @@ def test_bad_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen:
     assert "there is no such file" in said(tmp_path / "missing.jsonl")
     assert "line 2: this is not JSON" in said(lines(tmp_path / "cut.jsonl", PROBLEM, '{"question": "Wh'))
     no_mark = {"question": "What is 3 + 4?", "answer": "7"}
-    assert "line 1: the answer has no '####'" in said(lines(tmp_path / "bare.jsonl", no_mark))
+    assert "line 1: the answer has no number behind a last '####'" in said(lines(tmp_path / "bare.jsonl", no_mark))
     long = lines(tmp_path / "long.jsonl", *[PROBLEM] * 40, {**PROBLEM, "question": "many " * 300})
     text = said(long)
     assert "line 41" in text
@@ -84,7 +84,7 @@ def test_model_that_is_not_whole(capsys: pytest.CaptureFixture[str], tmp_path: P
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text((tiny_qwen / "config.json").read_text())
-    assert "tokenizer" in refused(capsys, tmp_path, f"model.path={bare}")
+    assert "model.safetensors" in refused(capsys, tmp_path, f"model.path={bare}")
     assert "does not exist" in refused(capsys, tmp_path, "model.path=./nowhere")
 
 

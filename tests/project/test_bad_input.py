@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -216,10 +215,10 @@ def test_a_path_that_leads_to_no_file(
         ("val.temperature=1e-7", "val.temperature=1e-07: the logits divided by it are infinite; give 0 (greedy)"),
         ("resume.allow=[polcy]", "resume.allow=[polcy]: unknown key 'polcy'; did you mean 'policy'?"),
         ("resume.allow=[policy,lr]", "resume.allow=[lr]: unknown key 'lr'; did you mean 'trainer.lr'?"),
-        ("custom_reward_function.name=mine", "name is of a function, but custom_reward_function.path names no file"),
+        ("custom_reward_function.name=mine", "custom_reward_function has options, and its path names no file"),
         (
             "custom_reward_function.reward_kwargs={a: 1}",
-            "reward_kwargs is of a function, but custom_reward_function.pa",
+            "custom_reward_function has options, and its path names no file",
         ),
     ],
 )
@@ -347,62 +346,29 @@ def test_directories_without_rights(refused: Said, tmp_path: Path) -> None:
     assert "cannot be written" in refused(f"runs={tmp_path / 'locked' / 'runs'}")
 
 
+COSTS = """
+steps: 4
+prompts: 8
+responses: 4
+mini_batches: 4
+stages: {rollout: 10, actor_update: 8}
+reward: {latency: 20, concurrency: 8}
+"""
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("steps=1000000000", "less than or equal to 100000"),
-        ("prompts=800000000", "more than the 16777216 samples"),
-        ("responses=1e8", "more than the 16777216 samples"),
         ("reward.latency=lognormal:1:800", "SIGMA from 0 to 20"),
     ],
 )
 def test_a_plan_that_would_not_end_or_fit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, argument: str, message: str
 ) -> None:
-    (tmp_path / "costs.yaml").write_text(MARKED["costs.yaml"][0])
+    (tmp_path / "costs.yaml").write_text(COSTS)
     assert main(["plan", str(tmp_path / "costs.yaml"), argument]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1, err
     assert message in err
-
-
-MARKED: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "costs.yaml": (
-        "steps: 4\nprompts: 8\nresponses: 4\nmini_batches: 4\nstages: {rollout: 10, actor_update: 8}\n"
-        "reward: {latency: 20, concurrency: 8}\n",
-        lambda path: ["plan", str(path), "--json"],
-    ),
-    "log.csv": (
-        "global_step,timing_s/gen,timing_s/update_actor,timing_s/reward,timing_s/old_log_prob\n1,10,5,3,1\n2,10,5,3,1\n",
-        lambda path: [
-            "plan",
-            str(path),
-            "--json",
-            "prompts=8",
-            "responses=4",
-            "mini_batches=4",
-            "log.concurrency=8",
-        ],
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MARKED)
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
-def test_a_byte_order_mark_is_read_and_other_encodings_are_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, encoding: str
-) -> None:
-    text, command = MARKED[name]
-    text = text if encoding != "latin-1" else text.replace("\n", " # \u00e9\n" if name == "costs.yaml" else ",\u00e9\n")
-    (tmp_path / name).write_bytes(text.encode(encoding))
-    code = main(command(tmp_path / name))
-    out, err = capsys.readouterr()
-    if encoding.startswith("utf-8"):
-        assert code == 0, err
-        assert json.loads(out)["steps"] > 0
-    else:
-        assert code == 2
-        assert len(err.splitlines()) == 1, err
-        assert "save it as UTF-8" in err
