@@ -169,7 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     text = "Predicts every policy from a run, a verl log or costs written by hand (costs.yaml)."
     option = add("plan", _plan, text, "runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png")
-    text = "a run's directory, a verl log (console, jsonl, CSV, TensorBoard, MLflow), a .yaml"
+    text = "a run's directory, a verl log (console, jsonl, CSV, TensorBoard), a .yaml"
     option("source", nargs="?", metavar="SOURCE", help=text)
     option("overrides", help="what SOURCE does not hold, --keys lists them; or further sources, to compare", **keys)
     option("-o", dest="out", metavar="FILE.png|.svg|.html", help="draw it")
