@@ -9,7 +9,6 @@ Each is computed once for all samples of a step, so that neither parts nor mini-
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +36,7 @@ def ref_log_prob(responses: Batch, *, trainer: Trainer) -> Batch:
 
 
 @stage(writes="correction", on="controller")
-async def rollout_correction(responses: Batch, old_log_probs: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
-    """Corrects the samples of a step in a thread, as other stages share the event loop; see :func:`correct`."""
-    return await asyncio.to_thread(correct, responses, old_log_probs, algorithm, task)
-
-
-def correct(responses: Batch, old_log_probs: Batch, algorithm: Any, task: TaskInfo) -> Batch:
+def rollout_correction(responses: Batch, old_log_probs: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
     """Returns verl's importance weights and rejections, and logs its ``rollout_corr/*``, corrected or not.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.graph import Read, TaskInfo
-from dataflow.stages.log_prob import correct, kl_penalty, log_prob_stages
+from dataflow.stages.log_prob import kl_penalty, log_prob_stages, rollout_correction
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,9 @@ def test_k1_bounds_the_inverse_of_the_ratio_that_weighs_as_in_verl() -> None:
     responses = Batch([0], {"response_mask": mask, "rollout_log_probs": torch.zeros(1, 3)}, {"weights_version": 0})
     keys = {"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_rs": "token_k1"}
     algorithm = AlgorithmConfig(**keys, rollout_rs_threshold="0.4_1.5")
-    found = correct(responses, responses.like(old_log_probs=ratio.log()), algorithm, TaskInfo(step=1))
+    found = rollout_correction(
+        responses, responses.like(old_log_probs=ratio.log()), algorithm=algorithm, task=TaskInfo(step=1)
+    )
     # A bound on the weights would reject the first one; that on rollout / trainer rejects the second.
     kept, _metrics = compute_rollout_rejection_mask(
         log_ratio=ratio.log(), response_mask=mask, rollout_rs="token_k1", rollout_rs_threshold="0.4_1.5"
