@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PACKAGE = "dataflow-rl"
 
 TRAIN = (
-    "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "hydra", "omegaconf", "pandas", "peft", "pyarrow", "ray",
+    "PIL", "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "hydra", "omegaconf", "pandas", "peft", "pyarrow", "ray",
     "renderers",
     "safetensors", "tensorboard", "tensordict", "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
 )  # fmt: skip

@@ -63,7 +63,7 @@ def test_a_gpu_table_has_what_a_stopped_run_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", [True, False])
-@pytest.mark.parametrize("what", ["delays", "actor", "rate", "http"])
+@pytest.mark.parametrize("what", ["delays", "actor", "http"])
 def test_a_reward_agent_that_falls_short_of_a_bound_ends_its_benchmark_with_1(
     what: str, held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +83,6 @@ def test_a_reward_agent_that_falls_short_of_a_bound_ends_its_benchmark_with_1(
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizers))
     monkeypatch.setattr(bench, "delayed", lambda *_given: [{**row, "held": True}, row])
     monkeypatch.setattr(bench, "in_actor", lambda *_given: [row])
-    monkeypatch.setattr(bench, "without_delay", lambda *_given: row)
     monkeypatch.setattr(bench, "over_http", lambda *_given: row)
     assert bench.main([what, "-o", str(tmp_path / "out.json")]) == (0 if held else 1)
     found = json.loads((tmp_path / "out.json").read_text())

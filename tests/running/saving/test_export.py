@@ -105,17 +105,9 @@ def check_profile(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     assert main(["timeline", str(run)]) == 0
     text = capfd.readouterr().out
-    assert "profiled (profile/merged.json has all of it, for Perfetto):" in text
     line = next(line for line in text.splitlines() if line.strip().startswith("actor_update[2.1]"))
     assert "aten::" in line
     assert "%" in line
-    assert main(["timeline", str(run), "-o", str(run / "mine.json")]) == 0
-    events = [event for event in json.loads((run / "mine.json").read_text()) if "ts" in event]
-    (update,) = [e for e in events if e.get("cat") == "task" and e["args"].get("profile") == "actor_update-2.1.json.gz"]
-    inside = [
-        e for e in events if e.get("name") == "aten::mm" and update["ts"] <= e["ts"] <= update["ts"] + update["dur"]
-    ]
-    assert inside, "the operators lie in their task's span"
 
 
 @pytest.mark.parametrize("words", [["step=x"], ["steps=3"], ["step=1", "step=2"], ["3"]])
