@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 PACKAGE = "dataflow-rl"
 
 TRAIN = (
-    "PIL", "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "hydra", "omegaconf", "pandas", "peft", "pyarrow", "ray",
-    "renderers",
+    "PIL", "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "hydra", "omegaconf", "pandas", "peft", "pyarrow",
+    "ray", "renderers",
     "safetensors", "tensorboard", "tensordict", "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
 )  # fmt: skip
 EXTRAS = {

@@ -181,7 +181,7 @@ def test_a_function_or_a_model_beside_it_is_refused() -> None:
     assert not scores_alone("naive")
     assert isinstance(build_manager("sandbox", None), Sandbox)
     custom = {"path": "reward.py", "name": "f", "reward_kwargs": {}}
-    with pytest.raises(ConfigError, match="custom_reward_function.path"):
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.path"):
         check_reward(custom, DEFAULT, RewardConfig(manager="sandbox"))
     with pytest.raises(ConfigError, match="scores alone"):
         check_reward({"path": None}, {"target": SERVED}, RewardConfig(manager="sandbox"))
