@@ -264,7 +264,7 @@ class Record:
         writers, self._writers = self._writers, {}
         tracker, self._tracker = self._tracker, None
         try:
-            with contextlib.ExitStack() as closing:  # each is closed, whatever becomes of the others
+            with contextlib.ExitStack() as closing:  # an error of one leaves none open
                 if tracker is not None:
                     closing.callback(tracker.close, exit_code=0 if status == "finished" else 1)
                 for name, writer in writers.items():

@@ -42,7 +42,7 @@ _HIDDEN_S = 1.0
 _QUICK = 0.9
 """The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it."""
 _SLOW_FIRST, _SLOW_FIRST_S = 1.15, 5.0
-"""A first step that waits longer by this factor and so many seconds has no step before it to hide rewards behind.
+"""The run overlapped steps if its first step, which has none before it, waits longer by this factor and these seconds.
 
 Warm-up lengthens it by less: in the published runs the ratio is 1.3 and 1.7 with overlap, 1.0 without.
 """

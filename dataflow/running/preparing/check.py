@@ -59,7 +59,7 @@ def make_all(checks: Iterable[Check]) -> None:
 
 
 def collect(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Makes all checks that can be made, and yields what each found; one problem is told once."""
+    """Yields what each check found that can be made; a problem that two checks share is yielded once."""
     without, said = set[str](), dict[str, str]()
     for check in checks:
         for found in _found(check, without):
