@@ -17,7 +17,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig, Kl, KlLoss
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.log_prob import correct, kl_penalty
+from dataflow.stages.log_prob import kl_penalty, rollout_correction
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -151,7 +151,7 @@ def correction_case(**keys: Any) -> Case:
     def ours() -> Found:
         task = TaskInfo(step=1)
         data = batch()
-        found = correct(data, data, AlgorithmConfig(**keys), task)
+        found = rollout_correction(data, data, algorithm=AlgorithmConfig(**keys), task=task)
         mask = found["response_mask"] if "response_mask" in found else data["response_mask"]
         weights = {"weights": found["rollout_is_weights"]} if "rollout_is_weights" in found else {}
         return {"mask": mask, **weights, **task.metrics}

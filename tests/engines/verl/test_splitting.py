@@ -18,7 +18,7 @@ from dataflow.config.run import TrainerConfig
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.log_prob import correct, old_log_prob
+from dataflow.stages.log_prob import old_log_prob, rollout_correction
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -80,7 +80,7 @@ def weights(model: Path, algorithm: AlgorithmConfig, parts: int) -> str:
             data = data.merge(data.like(rollout_log_probs=known + data["noise"]))
             if not algorithm.bypass_mode:
                 scored = old_log_prob(data, None, trainer=trainer)
-                corrected = correct(data, scored, algorithm, TaskInfo(step=step))
+                corrected = rollout_correction(data, scored, algorithm=algorithm, task=TaskInfo(step=step))
                 data = data.merge(scored, corrected)
             for part in data.split(parts):
                 more = [part] * (len(stage.reads) - 2)

@@ -25,7 +25,7 @@ from dataflow.errors import ConfigError, DataflowError
 from dataflow.graph import TaskInfo
 from dataflow.metrics import of_step
 from dataflow.stages.advantage import advantage
-from dataflow.stages.log_prob import correct
+from dataflow.stages.log_prob import rollout_correction
 from tests.engines.verl.models import (
     ALGORITHM,
     Make,
@@ -160,7 +160,7 @@ def test_rollout_correction_weighs_tokens_by_how_stale_they_are(make: Make, tiny
     plain = make(tiny_qwen).update(data, last=True)["actor/pg_loss"]
     for off, weight in ((0.0, 1.0), (0.5, 1.6487)):
         samples = data.merge(data.like(rollout_log_probs=data["old_log_probs"] - off * data["response_mask"]))
-        samples = samples.merge(correct(samples, samples, algorithm, task))
+        samples = samples.merge(rollout_correction(samples, samples, algorithm=algorithm, task=task))
         found = make(tiny_qwen, rollout_is="token").update(samples, last=True)
         assert task.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(weight, abs=1e-3)
         assert found["actor/pg_loss"] == pytest.approx(weight * plain, abs=1e-4)
@@ -331,7 +331,9 @@ def test_dropped_rows_leave_no_trace_in_loss_kl_and_entropy(make: Make, tiny_qwe
         batch = batch.merge(trainer.old_log_probs(batch), trainer.ref_log_probs(batch))
         off = 0.3 * torch.randn((16, R), generator=torch.Generator().manual_seed(3)) * batch["response_mask"]
         batch = batch.merge(batch.like(rollout_log_probs=batch["old_log_probs"] + off))
-        batch = kept_and_dropped(batch.merge(correct(batch, batch, correction, task)), KEPT)[which]
+        batch = kept_and_dropped(batch.merge(rollout_correction(batch, batch, algorithm=correction, task=task)), KEPT)[
+            which
+        ]
         off = ~batch["response_mask"].any(dim=1, keepdim=True)
         # Numbers that would show in any sum, where nothing trains.
         columns = ("old_log_probs", "advantages", "ref_log_prob", "rollout_log_probs", "entropy")
