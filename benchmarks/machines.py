@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _delay as delay
 from _machines import Machines, why_not
-from _run import PIPELINE, ROOT, begin, table
+from _run import PIPELINE, ROOT, begin, explain, table
 
 CASES = ("spread", "engine", "cut", "trainer", "refused", "delay")
 SMALL = (
@@ -167,6 +167,7 @@ def weights_alone(runs: Path, name: str, *overrides: str) -> tuple[str, float]:
 
 
 def main(arguments: list[str]) -> int:
+    explain(arguments)
     given = dict(argument.split("=", 1) for argument in arguments)
     cases, delay_s = given.get("cases", ",".join(CASES)).split(","), float(given.get("delay_ms", 20)) / 1000
     if why := why_not() or (delay.why_not() if "delay" in cases else ""):

@@ -27,6 +27,8 @@ from dataflow.usercode.numeric import LARGEST_SCORE
 if TYPE_CHECKING:
     import torch
 
+PRELOAD = ("verl.trainer.ppo.core_algos", "verl.trainer.ppo.metric_utils")
+"""What :func:`advantage` imports, for 5 s of CPU; its process imports it before the first rewards are there."""
 
 _READ = {
     "values": "the critic's value",

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import os
 import pickle
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -74,7 +76,17 @@ class Host(SeesPaths):
         self.name, self.service = spec.name, spec.build()
         tensors.register()
         settle_memory()
+        self._import_beforehand()
         return os.getpid()
+
+    def _import_beforehand(self) -> None:
+        """Imports what stages import at their first call (``PRELOAD`` of their modules), while they wait for inputs.
+
+        In the service's thread, as that of the stages: two threads that import verl at once deadlock.
+        """
+        modules = [sys.modules.get(stage.fn.__module__) for stage in self.stages.values()]
+        for name in dict.fromkeys(name for module in modules for name in getattr(module, "PRELOAD", ())):
+            self._thread.submit(importlib.import_module, name)
 
     async def add(self, blob: bytes) -> None:
         """Adds stages."""
