@@ -9,6 +9,7 @@ rule) or cancelled; none is lost, and no score silently becomes zero.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -22,16 +23,15 @@ from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError
 from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.failure import parse_rule
-from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.functions import check_methods, load_reward
 from dataflow.rewards.ledger import Answer, Ledger, key_of
-from dataflow.rewards.methods import close_reward, estimate_of, result_of, usage_of
 from dataflow.rewards.metrics import Metrics
 from dataflow.rewards.naming import MAIN, metric
 from dataflow.rewards.requests import (
     BESIDE,
     ENDED,
     Failed,
+    GroupFilter,
     Job,
     Order,
     Request,
@@ -41,7 +41,7 @@ from dataflow.rewards.requests import (
     Ticket,
     latency_summary,
 )
-from dataflow.rewards.results import read_result, read_scores, tokens_used
+from dataflow.rewards.results import read_number, read_result, read_scores, tokens_used
 from dataflow.rewards.retry import Hedge, Retry, brief, is_overload, is_throttle, is_timeout, retry_after_s
 from dataflow.rewards.slots import Item, Limits, Slot, Slots, check_endpoints
 from dataflow.rewards.steps import Steps
@@ -67,8 +67,7 @@ _ADMITTED = 64
 """Rows for which jobs are made before the event loop runs something else."""
 _LATEST = 10_000
 """Latencies of which the stats tell percentiles."""
-_LOGS = 8  # concurrent calls of the user's log
-_CLOSE_S = 3.0
+_CLOSE_S, _CLOSE_REWARD_S = 3.0, 10.0
 
 
 class BadScore(ValueError):
@@ -272,8 +271,18 @@ class RewardAgent:
                 "limit": {name: int(queue.limit) for name, queue in queues.items()},
                 "rate_limit_wait_s": sum(queue.waited_s for queue in queues.values()),
             }
-        spent = usage_of(self._reward, self._counts["tokens"])
+        spent = {"tokens": self._counts["tokens"], **self._usage()}
         return {**counts, **now, **spent, "latency_s": latency_summary(self._latency_s)}
+
+    def _usage(self) -> dict[str, float]:
+        usage = getattr(self._reward, "usage", None)
+        if not callable(usage):
+            return {}
+        try:
+            return {name: read_number(value) for name, value in usage().items()}
+        except Exception as error:
+            what = f"reward agent: '{name_of(usage)}' {what_happened(error)}"
+            raise DataflowError(f"{what}; return finite numbers by name.") from error
 
     def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """Returns how much the sums among the stats have grown since the last call: the share of one step."""
@@ -302,10 +311,24 @@ class RewardAgent:
                 await asyncio.to_thread(self.ledger.close)
         finally:  # a ledger that cannot be written must not leave the user's connections open
             try:
-                await close_reward(self._reward)
+                await self._close_reward()
             finally:
                 if self._frozen_exit is not None and self._loop is not None:
                     self._frozen_exit.close()
+
+    async def _close_reward(self) -> None:
+        close = getattr(self._reward, "close", None)
+        limit = asyncio.timeout(_CLOSE_REWARD_S)
+        try:
+            if callable(close) and inspect.isawaitable(ending := close()):
+                async with limit:
+                    await ending
+        except DataflowError:
+            raise
+        except Exception as error:
+            if not (isinstance(error, TimeoutError) and limit.expired()):
+                raise DataflowError(raised("reward agent", close, error)) from error
+            logger.warning("reward agent: '{}' has not closed within {:g} s.", name_of(self._reward), _CLOSE_REWARD_S)
 
     # --- the life of a request ----------------------------------------------------------------------------------
 
@@ -365,9 +388,11 @@ class RewardAgent:
             return
         job = request.job = Job(priority, submitted, arguments=keywords, key=key, requests=[request])
         if self._endpoint is not None:
-            job.endpoint = result_of(self._endpoint, keywords)
+            job.endpoint = self._endpoint(**own_copy(keywords))
         if self._tokens is not None:
-            job.tokens = estimate_of(self._tokens, keywords)
+            job.tokens = int(estimate := read_number(self._tokens(**own_copy(keywords))))
+            if estimate < 0:
+                raise ValueError(f"'{name_of(self._tokens)}' returned {estimate:g}; return a number of 0 or more")
         if self._share_equal:
             self._by_key[key] = job
         job.task = self._spawn(self._run_job(job))
@@ -687,9 +712,6 @@ class RewardAgent:
 
     def _call_log(self, log: Callable[..., Any], rewards: Batch) -> None:
         """Calls the user's ``log`` with collected rewards; its first error is logged, and none ends the run."""
-        if len(self._logs) >= _LOGS:
-            self._warn_of_log(f"has not returned from {_LOGS} calls, so that it is left out of further ones")
-            return
         records, columns = rewards.meta["records"], rewards.columns
         keywords = {
             "timestamps": [record["begin"] for record in records],
@@ -704,16 +726,15 @@ class RewardAgent:
                 # Without a time-out: it delays nothing, and an abandoned call would count as one of the function.
                 await self._calls.run(log, keywords)
             except Exception as error:
-                self._warn_of_log(f"raised {describe(error)}")
+                if not self._log_failed:
+                    self._log_failed = True
+                    logger.warning(
+                        "reward log: '{}' raised {}; the run continues.", name_of(self._log), describe(error)
+                    )
 
         task = self._spawn(call())
         self._logs.add(task)
         task.add_done_callback(self._logs.discard)
-
-    def _warn_of_log(self, what: str) -> None:
-        if not self._log_failed:
-            self._log_failed = True
-            logger.warning("reward log: '{}' {}; the run continues.", name_of(self._log), what)
 
     def _report_soon(self) -> None:
         """Schedules a report to the metrics, which covers all changes until then."""

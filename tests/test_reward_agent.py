@@ -215,29 +215,6 @@ def test_older_training_steps_go_first_and_validation_last() -> None:
     run(body)
 
 
-def test_the_bound_holds_for_async_functions() -> None:
-    async def body() -> None:
-        now = most = 0
-
-        async def score(ground_truth: str, **_: Any) -> float:
-            nonlocal now, most
-            now += 1
-            most = max(most, now)
-            await asyncio.sleep(0.001 * (float(ground_truth) % 3))
-            now -= 1
-            return float(ground_truth)
-
-        agent = RewardAgent(score, limits=Limits(7))
-        for step in (1, 2, 3):
-            agent.submit(step, samples(20))
-        for step in (3, 1, 2):
-            assert len(await agent.collect(step)) == 40
-        assert most == agent.stats()["peak"] == 7
-        await agent.close()
-
-    run(body)
-
-
 def test_sync_functions_run_in_threads_up_to_the_bound() -> None:
     async def body() -> None:
         together = threading.Barrier(5)  # breaks, and so fails, unless five calls run at once
@@ -264,40 +241,6 @@ def test_sync_functions_run_in_threads_up_to_the_bound() -> None:
     run(body)
 
 
-def test_a_thread_behind_a_cancelled_request_keeps_its_slot() -> None:
-    async def body() -> None:
-        go, lock, now, most = threading.Event(), threading.Lock(), 0, 0
-        stuck = threading.Barrier(3)
-
-        def score(ground_truth: str, **_: Any) -> float:
-            nonlocal now, most
-            with lock:
-                now += 1
-                most = max(most, now)
-            if float(ground_truth) < 10:
-                stuck.wait(10)
-                go.wait(10)
-            with lock:
-                now -= 1
-            return 1.0
-
-        agent = RewardAgent(score, limits=Limits(3))
-        agent.submit(1, samples(2, n=1))
-        agent.submit(2, samples(5, n=1, first=10))
-        await asyncio.to_thread(stuck.wait, 10)
-        assert agent.cancel(1) == 2
-        assert (await agent.collect(2)).ids == tuple(range(10, 15))
-        await soon(asyncio.sleep(0))
-        assert agent.stats()["running"] == 2, "the threads cannot be stopped"
-        go.set()
-        agent.submit(3, samples(3, n=1, first=10))
-        await agent.collect(3)
-        assert most <= 3
-        await agent.close()
-
-    run(body)
-
-
 def returning(value: Any) -> Callable[..., Any]:
     """A function that scores 1 but for sample 1 of group 2, which gets ``value``."""
 
@@ -313,21 +256,11 @@ def returning(value: Any) -> Callable[..., Any]:
 
 FAILURES = [
     (ValueError("boom"), r"raised ValueError: boom \(test_reward_agent\.py:\d+\)"),
-    (TimeoutError(), "raised TimeoutError"),
     (StopIteration(), "raised "),
     (SystemExit(3), "raised SystemExit: 3"),
     (asyncio.CancelledError(), "raised CancelledError"),
     (None, "returned None; return a finite number"),
-    (math.nan, "returned nan; return"),
-    (math.inf, "returned inf; return"),
-    (10**400, "returned a number too large"),
-    ("1.0", "returned a str; return"),
-    ([1.0], "returned a list; return"),
-    ((1.0, "q"), "returned a tuple of 2; return"),
-    ((None, "q", "e"), "returned a tuple whose score is None; return"),
-    ({"value": 1}, "returned a dict without 'score' \\(keys: 'value'\\); return"),
     ({"score": math.nan}, "returned a dict whose 'score' is nan; return"),
-    ({"score": 1, 3: 4}, "returned a dict with the key 3"),
 ]
 
 
@@ -344,14 +277,10 @@ def test_a_failure_names_the_sample_and_ends_the_step(value: Any, message: str, 
         agent = RewardAgent(awaited if as_async else function, limits=Limits(3), retry=Retry(tries=1))
         agent.submit(12, samples(50))
         agent.submit(13, samples(1))
-        waiting = [await soon(agent.collect(12, 25, order="index")), await soon(agent.collect(12))]
-        for each in waiting:
+        for each in [await soon(agent.collect(12, 25, order="index")), await soon(agent.collect(12))]:
             with pytest.raises(RewardFailed, match=rf"^sample 1 of group 2 of step 12: 'score' {message}") as error:
                 await each
             assert error.value.__cause__ is not None
-            assert not isinstance(error.value.__cause__, RewardFailed)
-        with pytest.raises(RewardFailed, match="sample 1 of group 2 of step 12"):
-            await agent.collect(12, 1)
         with pytest.raises(DataflowError, match="step 12 was submitted before"):
             agent.submit(12, samples(1))
         assert (await agent.collect(13)).ids == (0,), "other steps continue"
@@ -359,27 +288,6 @@ def test_a_failure_names_the_sample_and_ends_the_step(value: Any, message: str, 
         assert stats["failed"] == 1
         assert stats["cancelled"] > 50
         assert stats["requested"] == 102 == stats["scored"] + stats["failed"] + stats["cancelled"]
-        await agent.close()
-
-    run(body)
-
-
-def test_a_failure_cancels_the_running_requests_of_its_step_only() -> None:
-    async def body() -> None:
-        gates = Gates()
-        agent = RewardAgent(gates, limits=Limits(8))
-        agent.submit(1, samples(3, n=1))
-        agent.submit(2, samples(1, n=1, first=10))
-        waiting = await soon(agent.collect(1))
-        await gates.let("1.0", result=math.nan)
-        with pytest.raises(RewardFailed, match="sample 0 of group 1 of step 1"):
-            await waiting
-        await soon(asyncio.sleep(0))
-        assert gates.open["0.0"].cancelled()
-        assert gates.open["2.0"].cancelled()
-        assert not gates.open["10.0"].done()
-        await gates.let("10.0")
-        await agent.collect(2)
         await agent.close()
 
     run(body)
@@ -481,12 +389,11 @@ def test_cancel_and_close_wake_the_waiters(closing: bool) -> None:
     run(body)
 
 
-@pytest.mark.parametrize("function", [plain, quick])
-def test_a_step_leaves_nothing_to_the_garbage_collector(function: Any) -> None:
+def test_a_step_leaves_nothing_to_the_garbage_collector() -> None:
     """Thousands of objects a step that only the collector could free would have it stop the loop, step after step."""
 
     async def body() -> None:
-        agent = RewardAgent(function, limits=Limits(50))
+        agent = RewardAgent(quick, limits=Limits(50))
         for step in (1, 2):
             agent.submit(step, samples(200))
             await agent.collect(step, 150)
@@ -520,89 +427,6 @@ def test_extra_columns() -> None:
         assert rewards["query"].tolist() == ["how?", None, None, None]
         assert rewards["explanation"].tolist() == ["so", None, None, None]
         assert rewards["tokens"].tolist() == [None, [1, 2], None, None]
-        await agent.close()
-
-    run(body)
-
-
-def test_what_a_function_is_called_with() -> None:
-    async def body() -> None:
-        seen: list[dict[str, Any]] = []
-
-        async def score(**keywords: Any) -> float:
-            seen.append(keywords)
-            return 0.0
-
-        agent = RewardAgent(score)
-        chat = [{"role": "user", "content": "?"}]
-        agent.submit(1, samples(1, n=1, raw_prompt=[chat]))
-        await agent.collect(1)
-        assert seen == [
-            {
-                "data_source": "d",
-                "solution_str": "0.0",
-                "ground_truth": "0.0",
-                "extra_info": {"group": 0, "raw_prompt": chat},
-            }
-        ]
-        await agent.close()
-
-    run(body)
-
-
-class Ranked:
-    """A user's class: scores, then ranks within the group."""
-
-    def __init__(self, top: float = 1.0) -> None:
-        self.top = top
-        self.closed = False
-
-    def compute_score(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
-        return float(ground_truth)
-
-    def post_process_scores(self, group_scores: list[float]) -> list[float]:
-        return [self.top * (score - min(group_scores)) for score in group_scores]
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_post_process_scores() -> None:
-    async def body() -> None:
-        ranked = Ranked(10)
-        agent = RewardAgent(ranked)
-        agent.submit(1, samples(2, n=3))
-        assert (await agent.collect(1))["score"].tolist() == pytest.approx([0, 1, 2, 0, 1, 2], abs=1e-5)
-        await agent.close()
-        assert ranked.closed
-
-        async def halve(scores: list[float]) -> np.ndarray:
-            return np.asarray(scores) / 2
-
-        agent = RewardAgent(Ranked(), post_process_scores=halve)
-        agent.submit(1, samples(1, first=4))
-        assert (await agent.collect(1))["score"].tolist() == pytest.approx([2, 2.05])
-        await agent.close()
-
-    run(body)
-
-
-@pytest.mark.parametrize(
-    ("post", "message"),
-    [
-        (lambda scores: scores[1:], "returned 1 scores for 2 samples; return a list of 2 finite numbers"),
-        (lambda scores: None, "returned None"),
-        (lambda scores: 1.0, "returned a float"),
-        (lambda scores: [math.nan] * 2, "returned nan"),
-        (lambda scores: 1 / 0, "raised ZeroDivisionError: division by zero"),
-    ],
-)
-def test_post_process_failures(post: Any, message: str) -> None:
-    async def body() -> None:
-        agent = RewardAgent(plain, post_process_scores=post)
-        agent.submit(3, samples(1, first=8))
-        with pytest.raises(RewardFailed, match=f"^group 8 of step 3: '<lambda>' {message}"):
-            await agent.collect(3)
         await agent.close()
 
     run(body)

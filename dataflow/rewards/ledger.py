@@ -21,7 +21,6 @@ import json
 import os
 import pickle
 import sqlite3
-import sys
 import threading
 import time
 from collections import ChainMap
@@ -90,15 +89,6 @@ _SPENT = (
     " AND json_valid(answer) AND json_extract(answer, '$[3]') > 0 AND json_extract(answer, '$[1].tokens') > 0"
 )
 
-_ACCESS = "make the file and its directory writable, or name another"
-_FIXES = {
-    **dict.fromkeys(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"), _ACCESS),
-    **dict.fromkeys(("SQLITE_BUSY", "SQLITE_LOCKED"), "another program keeps it locked; end that program"),
-    **dict.fromkeys(("SQLITE_FULL", "SQLITE_IOERR"), "check that its disk has space and is in order"),
-    "SQLITE_NOTADB": "it is not an sqlite file; name another",
-}
-_DAMAGED = "the file is damaged; move it away, with its -wal and -shm, or name another"
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -139,7 +129,7 @@ class Ledger:
         self.path = Path(path).expanduser().absolute()
         self._run, self._cache = "" if own else run, cache
         with _errors(ConfigError, self.path, "it cannot be opened"):
-            if not _exists(self.path):
+            if not self.path.exists():
                 _create(self.path)
             self._reader, self._writer = _open(self.path), _open(self.path)
             self._writer.execute("BEGIN IMMEDIATE")  # an error if the file cannot be written
@@ -150,6 +140,7 @@ class Ledger:
         self._counts = dict.fromkeys((*_WRITES, "reused", "unstored"), 0)
         self._pool = ThreadPoolExecutor(1, "reward-ledger")  # the interpreter waits for it at its exit
         self._scheduled = self._closed = False
+        self._flushing = threading.Event()
         self._error: RunError | None = None
 
     def submitted(self, step: Step, rows: Sequence[tuple[int, int, Key]]) -> dict[tuple[int, int], Answer]:
@@ -219,6 +210,7 @@ class Ledger:
         """Waits until all earlier records are on disk; RunError if they are not within ``deadline_s`` seconds."""
         with self._lock:
             self._check()
+            self._flushing.set()
             written = self._pool.submit(self._write)
         try:
             written.result(deadline_s)
@@ -275,8 +267,9 @@ class Ledger:
 
     def _write(self) -> None:
         """Commits what there is to write, in the pool's thread. Later calls raise its error."""
-        time.sleep(_GATHER_S)
+        self._flushing.wait(_GATHER_S)
         with self._lock:
+            self._flushing.clear()
             rows, self._rows, self._scheduled = self._rows, {kind: [] for kind in _WRITES}, False
         if self._error is not None:
             return
@@ -299,23 +292,12 @@ class Ledger:
 def check_file(path: Path) -> None:
     """Raises the ConfigError of a ledger at this absolute path, without creating or changing a file."""
     with _errors(ConfigError, path, "it cannot be opened"):
-        if not _exists(path):
-            if (why := unmakable(path.parent)) is not None:
-                raise ConfigError(f"reward ledger {path}: {why}")
-            return
-        _open(path).close()
-        if not os.access(path, os.W_OK):
-            raise PermissionError(EACCES, os.strerror(EACCES))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        path.stat()  # unlike exists(), it raises if links lead in a circle
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    if not path.is_file():
-        raise ConfigError(f"reward ledger {path}: it is not a file, but a directory, device or pipe; name a file.")
-    return True
+        if path.exists():
+            _open(path).close()
+            if not os.access(path, os.W_OK):
+                raise PermissionError(EACCES, os.strerror(EACCES))
+        elif (why := unmakable(path.parent)) is not None:
+            raise ConfigError(f"reward ledger {path}: {why}")
 
 
 def _create(path: Path) -> None:
@@ -329,6 +311,8 @@ def _create(path: Path) -> None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    if not path.is_file():
+        raise ConfigError(f"reward ledger {path}: it is not a file; name a file.")
     db = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         (application,) = db.execute("PRAGMA application_id").fetchone()
@@ -342,14 +326,11 @@ def _open(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _errors(kind: type[DataflowError], path: Path, what: str) -> Iterator[None]:
-    """Raises an error of the kind, with path and fix, for one of sqlite, the disk, JSON or a path with a null."""
+    """Raises an error of the kind, with the path and the fix, for one of sqlite, the disk or JSON."""
     try:
         yield
     except (OSError, sqlite3.Error, ValueError) as error:
-        # Extended codes, such as SQLITE_READONLY_DIRECTORY, begin with the primary code.
-        code = getattr(error, "sqlite_errorname", "")
-        fix = next((text for name, text in _FIXES.items() if code.startswith(name)), _DAMAGED)
-        fix = _ACCESS if isinstance(error, OSError) else fix
+        fix = "make it writable, or move it away with its -wal and -shm"
         raise kind(f"reward ledger {path}: {what} ({error}); {fix}.") from error
 
 
@@ -377,9 +358,9 @@ _LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 def key_of(arguments: Mapping[str, Any], scorer: str = "") -> Key:
     """Returns the key of a reward call: 16 bytes, a hash of all that determines its answer.
 
-    Equal arguments have the same key in every process, and values or types that differ another. Dicts and sets count in
-    any order, numpy scalars as Python numbers, arrays and tensors by type, shape and content, other objects by their
-    pickle; if the pickles of equal objects differ, the answer is requested again, but never mixed up.
+    Equal arguments have the same key in every process, and values or types that differ another. Dicts count in any
+    order, numpy scalars as Python numbers, other objects by their pickle; if the pickles of equal objects differ, the
+    answer is requested again, but never mixed up.
 
     Args:
         arguments: ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` (with ``raw_prompt``). Missing
@@ -423,16 +404,10 @@ def _ordered(value: Any) -> Any:
         return {key: _ordered(value[key]) for key in sorted(value, key=repr)}
     if kind is list or kind is tuple:
         return kind([_ordered(part) for part in value])
-    if kind is set or kind is frozenset:
-        return _Standin, kind.__name__, sorted(bytes(_pickled(_ordered(part))) for part in value)
     if isinstance(value, np.generic) and type(value.item()) in _LEAVES:
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         return _Standin, str(value.dtype), value.shape, _ordered(value.tolist())
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):  # its pickle contains an address
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return _Standin, str(value.dtype), tuple(value.shape), data.numpy().tobytes()
     return value
 
 

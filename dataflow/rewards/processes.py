@@ -15,14 +15,12 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.util import Finalize
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -33,9 +31,6 @@ from dataflow.system.children import restore_path, safe_path
 from dataflow.usercode.failures import is_cancelled, pickled_error, trace_of
 from dataflow.usercode.load import LABEL, describe, name_of, place_of
 from dataflow.usercode.numeric import kind_of
-
-GRACE_S = 2.0
-"""Seconds that idle workers may take to close their rewards when the pool is closed."""
 
 
 class WorkerError(RewardFailed):
@@ -199,7 +194,7 @@ class Pool:
             raise WorkerDied(f"a worker process ended {when}") from None
 
     def close(self) -> None:
-        """Ends the workers and waits for them: idle ones close their rewards, others are killed."""
+        """Kills the workers and waits until they have ended."""
         self._closed = True
         if self._processes is not None:
             self._processes.end()
@@ -209,9 +204,8 @@ class _Processes:
     """pebble's pool of workers, and the calls that wait for them."""
 
     def __init__(self, recipe: Recipe, workers: int) -> None:
-        self._workers = _Context()
         self._waiting: set[Future[Any]] = set()
-        self._pool = ProcessPool(workers, initializer=_begin, initargs=(recipe,), context=self._workers)
+        self._pool = ProcessPool(workers, initializer=_begin, initargs=(recipe,), context=_Context())
         with safe_path():
             self.schedule(_ready)  # which starts them
 
@@ -231,7 +225,6 @@ class _Processes:
         for answer in [*self._waiting]:
             answer.cancel()
         self._pool.stop()  # type: ignore[no-untyped-call]
-        self._workers.close()
         self._pool.join()
 
 
@@ -247,10 +240,6 @@ class _Worker(SpawnProcess):
         _kill_group(self.pid)
         self.kill()  # if it leads no group yet
 
-    def ask_to_end(self) -> None:
-        """Has it close its reward."""
-        super().terminate()
-
 
 def _kill_group(pid: int | None) -> None:
     with suppress(ProcessLookupError, PermissionError):
@@ -260,21 +249,7 @@ def _kill_group(pid: int | None) -> None:
 class _Context(SpawnContext):
     """Makes the workers. Not by fork, which copies the locks that other threads hold at that moment."""
 
-    def __init__(self) -> None:
-        self._workers: list[_Worker] = []
-
-    def Process(self, **options: Any) -> _Worker:  # type: ignore[override]
-        self._workers = [worker for worker in self._workers if worker.is_alive()]
-        self._workers.append(_Worker(**options))
-        return self._workers[-1]
-
-    def close(self) -> None:
-        """Asks the workers to end, and waits a moment for them."""
-        until = time.monotonic() + GRACE_S
-        for worker in self._workers:
-            worker.ask_to_end()
-        for worker in self._workers:
-            worker.join(max(0.0, until - time.monotonic()))
+    Process = _Worker  # type: ignore[assignment]
 
 
 # What follows runs in a worker, in its main thread, so that user code may set alarms.
@@ -294,7 +269,6 @@ def _begin(recipe: Recipe) -> None:
     _end_with_parent()
     try:
         _reward = recipe.build()
-        Finalize(None, _close, exitpriority=0)
     except Exception as error:
         _broken = error
         _broken.fatal = True  # type: ignore[attr-defined]
@@ -351,13 +325,3 @@ def _sendable(error: BaseException) -> BaseException:
         vars(sent).update((name, value) for name, value in facts.items() if isinstance(value, bool | int | float | str))
     sent.add_note(trace_of(error))
     return sent
-
-
-def _close() -> None:
-    close = getattr(_reward, "close", None)
-    if callable(close) and inspect.isawaitable(ending := close()):
-        asyncio.run(_awaited(ending))
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable

@@ -31,18 +31,6 @@ def read_number(value: Any) -> float:
     return number
 
 
-def read_amount(value: Any) -> float:
-    """Returns a number of 0 or more, such as an estimate of tokens.
-
-    Raises:
-        ValueError: the value is not such a number; the message names what it is.
-    """
-    number = read_number(value)
-    if number < 0:
-        raise ValueError(f"{number:g}")
-    return number
-
-
 def read_score(value: Any) -> float:
     """Returns a score as float, as :func:`read_number` does.
 
@@ -110,19 +98,8 @@ def tokens_used(result: Any) -> int | None:
     return count_of(result.get("tokens")) if isinstance(result, Mapping) else None
 
 
-def read_usage(usage: Any) -> dict[str, float]:
-    """Returns the result of a reward's method ``usage``: finite numbers by name.
-
-    Raises:
-        ValueError: the result has another form.
-    """
-    if not isinstance(usage, Mapping):
-        raise ValueError(kind_of(usage))
-    return {name: _part(value, f"a dict whose {name!r} is", read_number) for name, value in usage.items()}
-
-
-def _part(value: Any, where: str, read: Any = read_score) -> float:
+def _part(score: Any, where: str) -> float:
     try:
-        return float(read(value))
+        return read_score(score)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from error

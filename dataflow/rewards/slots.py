@@ -22,8 +22,7 @@ from dataflow.system import clock
 BACK_OFF = 0.7
 """Factor of an adaptive limit when the service is overloaded."""
 LONG_S = 60.0
-"""Seconds for which one request may use up a rate, or a service ask for a pause, without a warning."""
-_SPANS = ((31_557_600.0, "years"), (86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+"""Seconds for which a service may ask for a pause without a warning."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +242,6 @@ class Slots:
         self._all = [*self.queues.values(), self._local]
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._warned = False
-        for each in (limits, *limits.endpoints.values()):
-            if each.rpm is not None:
-                self._warn_of_slow(60 / each.rpm, f"rpm={each.rpm:g} allows one request")
 
     async def acquire(self, item: Item, local: bool = False) -> Slot:
         """Waits for a slot; :meth:`release` must follow.
@@ -256,9 +251,6 @@ class Slots:
             local: whether it calls no service.
         """
         queue = self._local if local else self._queue_of(item)
-        if queue.limits.tpm is not None and item.tokens:
-            tpm = queue.limits.tpm
-            self._warn_of_slow(item.tokens * 60 / tpm, f"tpm={tpm:g} allows one request of {item.tokens:,} tokens")
         waiting: asyncio.Future[Slot] = self._loop.create_future()
         item.waiting = waiting
         queue.push(item, waiting)
@@ -364,14 +356,6 @@ class Slots:
         for queue in self.queues.values():
             queue.changes = []
         return found
-
-    def _warn_of_slow(self, seconds: float, what: str) -> None:
-        if seconds <= LONG_S or self._warned:
-            return
-        self._warned = True
-        unit, name = next((unit, name) for unit, name in _SPANS if seconds >= unit)
-        span = f"{seconds / unit:.3g} {name}"
-        logger.warning("reward agent: the limit {} in {}; raise it if you did not mean that.", what, span)
 
     def close(self) -> None:
         """Ends the timer."""

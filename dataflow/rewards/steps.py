@@ -14,11 +14,11 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RewardFailed, counted
 from dataflow.rewards.failure import FailedShare, FailureRule
-from dataflow.rewards.filter import GroupFilter, indistinct
 from dataflow.rewards.naming import MAIN, prefixed
 from dataflow.rewards.requests import (
     BESIDE,
     ENDED,
+    GroupFilter,
     Order,
     Request,
     State,
@@ -26,6 +26,7 @@ from dataflow.rewards.requests import (
     StepRequests,
     Ticket,
     Waiter,
+    indistinct,
     latency_summary,
     record,
 )

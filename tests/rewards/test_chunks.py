@@ -40,22 +40,6 @@ def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted() -> None:
     run_virtual(body)
 
 
-def test_by_index_the_next_groups_are_waited_for() -> None:
-    async def body() -> None:
-        agent = agent_of(Reward(_0_0=("after", 5)))
-        agent.submit(1, samples(1), more=True)
-        waiting = asyncio.ensure_future(agent.collect(1, 2, order="index"))
-        await asyncio.sleep(1)
-        agent.submit(1, samples(2, first=1), more=True)
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        assert (await waiting).ids == (0, 1)
-        assert (await agent.collect(1, 1, order="index", last=True)).ids == (2,)
-        await agent.close()
-
-    run_virtual(body)
-
-
 def test_what_is_left_at_the_last_collect_is_cancelled() -> None:
     async def body() -> None:
         reward = Reward(_3_1="never")
@@ -87,51 +71,6 @@ def test_a_lost_group_is_replaced_by_one_of_a_later_set() -> None:
     run_virtual(body)
 
 
-def test_a_step_that_has_failed_takes_no_further_set() -> None:
-    async def body() -> None:
-        agent = agent_of(Reward(_0_0=BROKEN))
-        agent.submit(1, samples(1), more=True)
-        await asyncio.sleep(1)
-        with pytest.raises(RewardFailed, match="sample 0 of group 0 of step 1"):
-            agent.submit(1, samples(1, first=1), more=True)
-        with pytest.raises(RewardFailed, match="sample 0 of group 0 of step 1"):
-            await agent.collect(1, 1)
-        await agent.close()
-
-    run_virtual(body)
-
-
-def test_an_empty_chunk_is_refused_and_the_step_continues() -> None:
-    async def body() -> None:
-        agent = agent_of(Reward())
-        agent.submit(1, samples(2), more=True)
-        with pytest.raises(DataflowError, match="step 1 has no samples to score"):
-            agent.submit(1, samples(0), more=True)
-        agent.submit(1, samples(1, first=2), more=True)
-        assert (await agent.collect(1, 3, last=True)).ids == (0, 1, 2)
-        await agent.close()
-
-    run_virtual(body)
-
-
-def test_parts_cross_the_borders_of_sets() -> None:
-    async def body() -> None:
-        late = {f"_{group}_1": ("after", s) for group, s in ((4, 1), (5, 2), (6, 3), (7, 4), (2, 40), (0, 50))}
-        agent = agent_of(Reward(**late))
-        agent.submit(1, samples(3), more=True)
-        parts = [asyncio.ensure_future(agent.collect(1, k, last=k == 1)) for k in (2, 3, 2, 1)]
-        await asyncio.sleep(1)
-        for first, groups in ((3, 1), (4, 4)):
-            agent.submit(1, samples(groups, first=first), more=True)
-            await asyncio.sleep(1)
-        got = [await part for part in parts]
-        assert [part.ids for part in got] == [(1, 3), (4, 5, 6), (2, 7), (0,)]
-        assert ["step" in part.meta for part in got] == [False, False, False, True]
-        await agent.close()
-
-    run_virtual(body)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -154,17 +93,6 @@ def test_bad_input(first: dict[str, Any], second: dict[str, Any], message: str) 
 
 
 # --- what too many failures are ----------------------------------------------------------------------------------
-
-
-def test_one_failure_in_a_first_small_set_does_not_stop_a_large_step() -> None:
-    async def body() -> None:
-        agent = agent_of(Reward(_0_0=BROKEN), "drop_sample", max_failed_share=0.1)
-        for first in range(0, 20, 4):
-            agent.submit(1, samples(4, first=first), more=True)
-            await agent.collect(1, 4, last=first == 16)
-        await agent.close()
-
-    run_virtual(body)
 
 
 def test_with_its_last_set_a_step_is_known_to_have_failed_too_often() -> None:

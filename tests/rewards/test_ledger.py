@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dataflow.errors import DataflowError, RunError
 from dataflow.rewards.ledger import Answer, Ledger, key_of
@@ -63,41 +61,6 @@ def test_a_resumed_run_gets_what_was_answered(path: Path) -> None:
     assert resumed(path, 1) == {}
 
 
-def test_another_request_has_no_answer(path: Path) -> None:
-    one(path)
-    assert resumed(path, 1, (0, 0, A)) == {(0, 0): ANSWER}
-    for step, row in (
-        (1, (0, 0, B)),
-        (1, (0, 1, A)),
-        (1, (1, 0, A)),
-        (2, (0, 0, A)),
-        ("1", (0, 0, A)),
-        ("val:1", (0, 0, A)),
-    ):
-        assert resumed(path, step, row) == {}
-    assert resumed(path, 1, (0, 0, A), run="other") == {}
-
-
-def test_a_step_again_with_other_responses_keeps_both(path: Path) -> None:
-    one(path)
-    with closing(Ledger(path, "run")) as ledger:
-        assert ledger.submitted(1, [(0, 0, B)]) == {}
-        ledger.answered(1, 0, 0, B, OTHER)
-    assert resumed(path, 1, (0, 0, A)) == {(0, 0): ANSWER}
-    assert resumed(path, 1, (0, 0, B)) == {(0, 0): OTHER}
-
-
-def test_steps_with_names_and_numbers_of_numpy(path: Path) -> None:
-    one(path, step="val:3")
-    assert resumed(path, "val:3", (0, 0, A)) == {(0, 0): ANSWER}
-    with closing(Ledger(path, "run")) as ledger:
-        group, sample = np.int64(4), np.int32(1)
-        ledger.submitted(np.int64(9), [(group, sample, A)])  # type: ignore[arg-type, list-item]
-        ledger.answered(np.int64(9), group, sample, A, Answer(np.float32(0.5), {}, 0.1, 1))  # type: ignore[arg-type]
-        assert ledger.submitted(9, [(4, 1, A)])[4, 1].score == 0.5
-    assert resumed(path, 9, (4, 1, A))[4, 1].score == 0.5
-
-
 def test_what_is_not_written_yet_is_found(path: Path) -> None:
     with closing(Ledger(path, "run")) as ledger, closing(Ledger(path, "other", cache=True)) as cached:
         with locked(path):
@@ -140,14 +103,6 @@ def test_a_failure_is_no_answer(path: Path) -> None:
     assert stories == [(None,), ("TimeoutError on each of 4 tries: half a reply \\ud83d and \\x00 of é",)]
 
 
-def test_the_first_answer_stays(path: Path) -> None:
-    one(path)
-    with closing(Ledger(path, "run")) as ledger:
-        ledger.answered(1, 0, 0, A, OTHER)
-        ledger.flush()
-        assert ledger.submitted(1, [(0, 0, A)]) == {(0, 0): ANSWER}
-
-
 def test_the_cache_takes_the_answers_of_any_run(path: Path) -> None:
     one(path)
     one(path, OTHER, run="later")
@@ -178,15 +133,6 @@ def test_extras_come_back_as_they_were(path: Path) -> None:
     assert [type(value) for value in back.values()] == [float, int, bool, list]
 
 
-def test_extras_are_as_they_were_when_it_was_told(path: Path) -> None:
-    extras = {"steps": ["add"]}
-    with closing(Ledger(path, "run")) as ledger:
-        ledger.answered(1, 0, 0, A, Answer(1.0, extras, 0.1, 1))
-        extras["steps"].append("carry")
-        assert ledger.submitted(1, [(0, 0, A)])[0, 0].extras == {"steps": ["add"]}
-    assert resumed(path, 1, (0, 0, A))[0, 0].extras == {"steps": ["add"]}
-
-
 def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> None:
     circle: list[Any] = []
     circle.append(circle)
@@ -201,22 +147,6 @@ def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> N
         assert ledger.counts()["answered"] == 1
     assert len(said) == 1
     assert "the columns picture is not stored (JSON cannot represent an object)" in said[0]
-
-
-def test_counts(path: Path) -> None:
-    one(path)
-    with closing(Ledger(path, "run")) as ledger:
-        ledger.submitted(1, [(0, 0, A), (0, 1, A), (1, 0, B)])
-        ledger.answered(1, 0, 1, A, ANSWER)
-        ledger.failed(1, 1, 0, B, "reset")
-        ledger.flush()
-        assert ledger.counts() == {
-            "submitted": 3,
-            "answered": 1,
-            "failed": 1,
-            "reused": 1,
-            "unstored": 0,
-        }
 
 
 def test_close(path: Path) -> None:
@@ -235,64 +165,6 @@ def test_close(path: Path) -> None:
     ):
         with pytest.raises(DataflowError, match="it is closed"):
             call()
-
-
-def test_many_threads(path: Path) -> None:
-    with closing(Ledger(path, "run")) as ledger:
-
-        def work(step: int) -> None:
-            for group in range(100):
-                ledger.submitted(step, [(group, 0, A)])
-                ledger.answered(step, group, 0, A, Answer(step + group / 1000, {}, 0.1, 1))
-                assert ledger.submitted(step, [(group, 0, A)])[group, 0].score == step + group / 1000
-
-        threads = [threading.Thread(target=work, args=(step,)) for step in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        ledger.flush()
-        assert totals_in(path)[1] == 400
-        assert ledger.counts()["reused"] == 400
-
-
-OPERATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["submit", "answer", "fail", "flush", "resume"]),
-        st.integers(0, 1),
-        st.integers(0, 1),
-        st.sampled_from([A, B]),
-        st.floats(-(2.0**20), 2.0**20, width=32),
-    ),
-    max_size=25,
-)
-
-
-@pytest.mark.heavy
-@settings(max_examples=40, deadline=None)
-@given(OPERATIONS)
-def test_any_order_of_events(tmp_path_factory: pytest.TempPathFactory, operations: list[Any]) -> None:
-    path = tmp_path_factory.mktemp("ledger") / "l.db"
-    answers: dict[Any, Answer] = {}
-    ledger = Ledger(path, "run")
-    for number, (what, step, group, found, score) in enumerate(operations):
-        if what == "submit":
-            rows = [(group, 0, found), (group, 1, found)]
-            expected = {row[:2]: answers[step, *row] for row in rows if (step, *row) in answers}
-            assert ledger.submitted(step, rows) == expected
-        elif what == "answer" and (step, group, 0, found) not in answers:  # who has an answer does not ask
-            answers[step, group, 0, found] = Answer(score, {"number": number}, 0.1, 1)
-            ledger.answered(step, group, 0, found, answers[step, group, 0, found])
-        elif what == "fail":
-            ledger.failed(step, group, 0, found, "reset")
-        elif what == "flush":
-            ledger.flush()
-        elif what == "resume":
-            ledger.close()
-            ledger = Ledger(path, "run")
-    ledger.close()
-    for (step, group, sample, found), answer in answers.items():
-        assert resumed(path, step, (group, sample, found)) == {(group, sample): answer}
 
 
 def test_what_a_run_spent_counts_each_call_once(path: Path) -> None:

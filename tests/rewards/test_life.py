@@ -19,7 +19,6 @@ from dataflow.reward_agent import BadScore, Limits, Retry, RewardAgent
 from dataflow.rewards.ledger import Ledger
 from dataflow.usercode.calls import GRACE_S
 from dataflow.usercode.failures import TimedOut, UserExit
-from tests.rigs.logs import logged
 from tests.rigs.virtual_time import run_virtual, timers
 
 pytestmark = pytest.mark.timeout(60)
@@ -223,16 +222,6 @@ def test_the_users_retry_on_decides() -> None:
     assert (end.error, len(found.begun)) == (LOST, 1)
 
 
-def test_a_retry_on_that_raises_ends_the_request_with_its_own_error() -> None:
-    def predicate(_error: BaseException) -> bool:
-        raise KeyError("mine")
-
-    found, end = life(Does(error=LOST), Does(), retry=Retry(predicate=predicate))
-    assert isinstance(end.error, KeyError)
-    assert "the predicate for retries raised KeyError" in end.message
-    assert len(found.begun) == 1
-
-
 @pytest.mark.parametrize(
     ("does", "options", "parts"),
     [
@@ -323,15 +312,6 @@ def test_a_service_that_is_away_for_longer_than_the_deadline_keeps_nobody_waitin
     assert max(end.at for end in found.ends.values()) < 400
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(90.0, 1), (20.0, 0)])
-def test_a_long_pause_is_logged_once(seconds: float, said: int) -> None:
-    with logged() as lines:
-        lives({name: throttled(seconds) for name in "abc"}, limits=Limits(3))
-    assert [line.partition(" (Retry-After)")[0] for line in lines] == [
-        "reward agent: the service asks for a pause of 90 s"
-    ] * said
-
-
 # --- hedges --------------------------------------------------------------------------------------------------
 
 
@@ -360,31 +340,12 @@ def test_a_slow_call_gets_a_second_one(
     assert found.cancelled["a"] == endless, "whichever is not needed any more is cancelled"
 
 
-def test_a_hedge_that_waits_for_a_slot_is_not_sent_once_there_is_an_answer() -> None:
-    found = lives({"a": [Does(7.0, 3.0), Does()], "b": [Does(20.0)]}, limits=Limits(2), hedge_after=5.0)
-    assert found.ends["a"].score == 3.0
-    assert (found.times("a"), found.times("b")) == (about(0), about(0, 7)), "b is hedged in the slot that a left"
-
-
 @pytest.mark.parametrize("fails", [NO, LOST], ids=["for good", "transient"])
 def test_a_hedge_that_waits_for_a_slot_does_not_outlive_its_try(fails: BaseException) -> None:
     plan = {"a": [Does(6.0, error=fails), Does()], "b": [Does(8.0)]}
     found = lives(plan, limits=Limits(2), hedge_after=5.0)
     assert (found.ends["a"].error, found.times("a")) == ((NO, about(0)) if fails is NO else (None, about(0, 8)))
     assert (found.ends["a"].how, found.counts("retried")) == ("", [int(fails is LOST)])
-
-
-@pytest.mark.parametrize(("answers", "how"), [(18, ""), (20, "hedged")])
-def test_a_percentile_is_used_once_there_are_enough_latencies(answers: int, how: str) -> None:
-    async def then(life: Life) -> None:
-        life.ask(*(name for name in plan if name != "slow"))
-        await asyncio.gather(*life.collects)
-        life.ask("slow")
-
-    plan = {**{str(i): [Does()] for i in range(answers)}, "slow": [Does(50.0), Does()]}
-    found = lives(plan, then, hedge_after="p95")
-    assert found.ends["slow"].how == how
-    assert found.ends["slow"].at == pytest.approx(3.0 if how else 51.0, abs=0.1)
 
 
 def test_the_percentile_is_of_what_first_calls_take() -> None:
@@ -482,28 +443,6 @@ def test_a_second_call_that_is_not_sent_takes_nothing_of_the_rate() -> None:
         for step in range(1, 6):
             await agent.collect(step)
         assert [round(at - begun[0]) for at in begun] == [0, 10, 20, 30, 40]
-        await agent.close()
-
-    run_virtual(body)
-
-
-def test_time_in_which_nothing_waits_is_no_wait_for_a_rate() -> None:
-    """A step that was cancelled while it waited for the rate would count until the next one comes."""
-
-    async def body() -> None:
-        async def score(**_: Any) -> float:
-            return 1.0
-
-        agent = RewardAgent(score, limits=Limits(4, rpm=1))
-        for step, then_s in ((1, 0.0), (2, 1.0), (3, 0.0)):
-            agent.submit(step, one())
-            await asyncio.sleep(then_s)
-            if step == 2:
-                agent.cancel(2)
-                await asyncio.sleep(3600)
-            else:
-                await agent.collect(step)
-        assert agent.stats()["rate_limit_wait_s"] < 60
         await agent.close()
 
     run_virtual(body)

@@ -5,26 +5,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.rewards.functions import build_reward, load_reward
-from dataflow.rewards.managers import MANAGERS, TokensUnknown, build_manager
+from dataflow.rewards.managers import TokensUnknown, build_manager
 from dataflow.usercode.load import is_async, name_of
 
 pytestmark = pytest.mark.timeout(120)
 
 
 class Full:
-    """A reward with everything that the agent may ask for."""
-
-    def __init__(self) -> None:
-        self.closed = False
+    """A reward with methods that the agent may ask for."""
 
     def compute_score(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
         return float(ground_truth)
@@ -32,22 +27,11 @@ class Full:
     def post_process_scores(self, scores: list[float]) -> list[float]:
         return [score / 2 for score in scores]
 
-    def log(self, *columns: Any) -> None: ...
-
     def usage(self) -> dict[str, float]:
         return {"tokens": 5.0}
 
-    def retry_on(self, error: BaseException) -> bool:
-        return isinstance(error, KeyError)
-
-    def endpoint(self, **arguments: Any) -> str:
-        return str(arguments["data_source"])
-
     def tokens(self, **arguments: Any) -> int:
         return len(arguments["solution_str"])
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def plain(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
@@ -97,17 +81,8 @@ def test_a_manager_forwards_the_public_attributes_of_its_reward() -> None:
         manager = build_manager(name, reward, **options)
         assert manager.post_process_scores([4]) == [2]
         assert manager.usage() == {"tokens": 5}
-        assert manager.retry_on(KeyError())
-        assert manager.endpoint(**ask()) == "d"
         assert manager.tokens(**ask()) == 4
-        assert callable(manager.log)
-        manager.close()
-        assert reward.closed
-        reward.closed = False
-        assert not manager.closed
-        assert not hasattr(manager, "_private")
-    bare = build_manager("naive", plain)
-    assert not any(hasattr(bare, name) for name in ("post_process_scores", "log", "close", "limits", "tokens"))
+    assert not hasattr(build_manager("naive", plain), "post_process_scores")
     assert build_manager("dapo", build_manager("rate_limited", plain, max_rpm=3), **DAPO).limits["rpm"] == 3
 
 
@@ -124,19 +99,9 @@ def test_dapos_penalty(length: int, penalty: float) -> None:
 
 
 def test_dapo_without_a_length_stops_the_run() -> None:
-    for extra in ({}, {"response_length": None}):
-        with pytest.raises(TokensUnknown, match=r"needs extra_info\['response_length'\]") as caught:
-            score(build_manager("dapo", plain, **DAPO), **ask(**extra))
-        assert caught.value.fatal
-        assert "response_mask" in caught.value.fix
-    with pytest.raises(TokensUnknown):
-        score(build_manager("dapo", plain, **DAPO), **{**ask(), "extra_info": None})
-
-
-def test_dapo_leaves_bad_results_to_the_agent() -> None:
-    for result in (None, float("nan"), (1, 2), {"scor": 1}):
-        bad = build_manager("dapo", lambda result=result, **_arguments: result, **DAPO)
-        assert score(bad, **ask(response_length=8)) is result
+    with pytest.raises(TokensUnknown, match=r"needs extra_info\['response_length'\]") as caught:
+        score(build_manager("dapo", plain, **DAPO), **ask())
+    assert caught.value.fatal
 
 
 def test_rate_limited_declares_its_limits() -> None:
@@ -232,18 +197,11 @@ def test_a_users_own_manager(path: str) -> None:
     assert score(build_manager("Own", plain, path)) == 2
 
 
-def test_the_managers_of_the_package_are_those_that_the_configuration_lists() -> None:
-    described = RewardConfig.model_fields["manager"].description or ""
-    assert all(re.search(rf"\b{name}\b", described) for name in MANAGERS)
-
-
-def test_managers_that_cannot_be(path: str, tmp_path: Path) -> None:
+def test_managers_that_cannot_be(path: str) -> None:
     later = build_reward(load_reward(path, "later"))
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         (("dpao", plain), {}, "reward manager 'dpao' is unknown; did you mean 'dapo'?"),
-        (("zzz", plain), {}, "unknown; give naive, dapo, rate_limited, remote"),
         (("Doubld", plain, path), {}, "has no 'Doubld'; did you mean 'Doubled'?"),
-        (("x", plain, str(tmp_path / "none.py")), {}, "there is no such file"),
         (("number", plain, path), {}, "reward manager 'number' is an int; give a class"),
         (("Wrong", plain, path), {}, "reward manager 'Wrong' cannot be built: RuntimeError: no (mine.py:"),
         (("Empty", plain, path), {}, "'Empty': its class has neither compute_score nor verl's run_single"),
@@ -251,15 +209,12 @@ def test_managers_that_cannot_be(path: str, tmp_path: Path) -> None:
         (("rate_limited", plain), {"max_rmp": 3}, "'max_rmp'; its options (reward.manager_kwargs) are max_concurrent,"),
         (("dapo", plain), {"max_response_length": 3}, "missing a required argument: 'overlong_buffer_len'"),
         (("dapo", plain), {**DAPO, "overlong_buffer_len": 11}, "overlong_buffer_len=11; give 1 to max_response_"),
-        (("dapo", plain), {**DAPO, "overlong_buffer_len": 0}, "overlong_buffer_len=0"),
         (("dapo", plain), {**DAPO, "overlong_penalty_factor": -1}, "overlong_penalty_factor=-1"),
         (("rate_limited", plain), {"max_concurrent": 0}, "max_concurrent=0; give a number above 0"),
-        (("rate_limited", plain), {"timeout": -1}, "timeout=-1"),
         (("remote", later), {}, "'later' is async, which needs no process of its own"),
         (("remote", lambda **_: 0), {}, "cannot be built in another process"),
         (("remote", plain), {"workers": 0}, "workers=0"),
         (("naive", Full), {}, "cannot score; give a function or an object"),
-        (("naive", 3), {}, "3 cannot score"),
     ]
     for arguments, options, message in wrong:
         with pytest.raises(ConfigError) as error:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.reward_agent import Limits, Retry, RewardAgent
+from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.functions import build_reward
-from dataflow.rewards.managers import Manager, build_manager
-from tests.rigs.virtual_time import run_virtual
+from dataflow.rewards.managers import build_manager
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,50 +52,14 @@ def at_once(data_source: str, solution_str: str, ground_truth: Any, extra_info: 
     return {"score": 1.0, "sizes": spoil(ground_truth, extra_info)}
 
 
-class Slow:
-    """Its second call fails while the first is running; all its methods change their arguments."""
-
-    def __init__(self) -> None:
-        self.sizes: list[list[int]] = []
-        self.calls = 0
-
-    async def compute_score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
-        sizes = spoil(ground_truth, extra_info)
-        self.sizes.append(sizes)
-        self.calls += 1
-        if self.calls > 1:
-            raise ConnectionError
-        await asyncio.sleep(10.0)  # it is hedged
-        return {"score": 1.0, "sizes": sizes}
-
-    def endpoint(self, ground_truth: Any, extra_info: Any, **_rest: Any) -> str:
-        self.sizes.append(spoil(ground_truth, extra_info))
-        return "here"
-
-    def tokens(self, ground_truth: Any, extra_info: Any, **_rest: Any) -> int:
-        self.sizes.append(spoil(ground_truth, extra_info))
-        return 1
-
-
-async def rewarded(agent: RewardAgent, samples: Batch) -> Batch:
-    agent.submit(1, samples)
-    rewards = await agent.collect(1)
-    await agent.close()
-    return rewards
-
-
 def rewards_of(agent: RewardAgent, samples: Batch) -> Batch:
-    return asyncio.run(asyncio.wait_for(rewarded(agent, samples), 30))
+    async def body() -> Batch:
+        agent.submit(1, samples)
+        rewards = await agent.collect(1)
+        await agent.close()
+        return rewards
 
-
-def untouched(samples: Batch) -> bool:
-    return all(
-        (chat, facts, truth)
-        == ([{"role": "user", "content": "2 + 2?"}], {"tags": ["easy"], "nested": {"seen": [0]}}, ["4"])
-        for chat, facts, truth in zip(
-            samples["raw_prompt"], samples["extra_info"], samples["ground_truth"], strict=True
-        )
-    )
+    return asyncio.run(body())
 
 
 @pytest.mark.parametrize("reward", [later, at_once, build_manager("naive", at_once)], ids=["async", "sync", "manager"])
@@ -104,32 +67,8 @@ def test_samples_of_a_group_and_their_caller(reward: Any) -> None:
     samples = one_chat()
     rewards = rewards_of(RewardAgent(reward, share_equal=True), samples)
     assert rewards["sizes"].tolist() == [CLEAN] * 4
-    assert untouched(samples)
-
-
-def test_tries_hedges_and_what_is_asked_in_passing() -> None:
-    samples, reward = one_chat(1), Slow()
-    limits = Limits(8, tpm=1e6, endpoints={"here": Limits(8)})
-    retry = Retry(backoff_s=0.0, max_backoff_s=0.0)
-    agent = RewardAgent(reward, limits=limits, retry=retry, hedge_after=2.0)
-    rewards = run_virtual(lambda: rewarded(agent, samples))
-    assert reward.sizes == [CLEAN] * len(reward.sizes)
-    assert (reward.calls, len(reward.sizes)) == (2, 4), "a try and its hedge, endpoint and tokens"
-    assert rewards["sizes"].tolist() == [CLEAN]
-    assert untouched(samples)
-
-
-class Counts(Manager):
-    """Reads the arguments when the reward has spoilt them."""
-
-    def finish(self, result: Any, arguments: Any) -> Any:
-        return {**result, "after": spoil(arguments["ground_truth"], arguments["extra_info"])}
-
-
-@pytest.mark.parametrize("reward", [later, at_once])
-def test_a_manager_finds_the_arguments_as_they_were(reward: Any) -> None:
-    rewards = rewards_of(RewardAgent(Counts(reward)), one_chat())
-    assert rewards["sizes"].tolist() == rewards["after"].tolist() == [CLEAN] * 4
+    for name, value in one_chat().columns.items():
+        assert list(samples[name]) == list(value)
 
 
 def test_columns_of_requests_that_shared_a_call() -> None:

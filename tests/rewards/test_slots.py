@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from dataflow.config.reward import EndpointConfig, RewardConfig
 from dataflow.errors import ConfigError
-from dataflow.rewards.slots import BACK_OFF, Limits, Slot, Slots
-from tests.rigs.logs import logged
+from dataflow.rewards.slots import Limits, Slot, Slots
 from tests.rigs.virtual_time import run_virtual, timers
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,13 +48,13 @@ class Rig:
         self.most: Counter[str] = Counter()
         self.tasks: list[asyncio.Task[None]] = []
 
-    def push(self, count: int = 1, step: int = 1, local: bool = False, **options: Any) -> list[Item]:
+    def push(self, count: int = 1, step: int = 1, **options: Any) -> list[Item]:
         items = [Item((0, step, len(self.tasks) + i), queued_at=self.loop.time(), **options) for i in range(count)]
-        self.tasks += [asyncio.create_task(self._hold(item, local)) for item in items]
+        self.tasks += [asyncio.create_task(self._hold(item)) for item in items]
         return items
 
-    async def _hold(self, item: Item, local: bool) -> None:
-        slot = await self.slots.acquire(item, local)
+    async def _hold(self, item: Item) -> None:
+        slot = await self.slots.acquire(item)
         item.begin = self.loop.time()
         self.begun.append(item)
         for name in {"all", item.endpoint}:
@@ -135,19 +132,6 @@ def test_limits_out_of_range_are_refused(options: dict[str, Any], message: str) 
 # --- order and slots -----------------------------------------------------------------------------------------
 
 
-def test_the_oldest_of_all_queues_goes_first() -> None:
-    async def then(rig: Rig) -> None:
-        rig.push(step=9, seconds=1.0)
-        await asyncio.sleep(0.5)
-        for step, endpoint in [(3, "a"), (2, "b"), (1, "a"), (3, ""), (1, "b"), (2, "elsewhere")]:
-            rig.push(step=step, endpoint=endpoint, seconds=1.0)
-        await asyncio.sleep(20)
-
-    rig = on_slots(Limits(1, endpoints={"a": Limits(4), "b": Limits(4)}), then)
-    order = [(item.priority[1], item.endpoint) for item in rig.begun]
-    assert order == [(9, ""), (1, "a"), (1, "b"), (2, "b"), (2, "elsewhere"), (3, "a"), (3, "")]
-
-
 def test_the_limits_of_all_and_of_an_endpoint_hold_and_one_that_is_full_holds_up_no_other() -> None:
     async def then(rig: Rig) -> None:
         for endpoint in ("a", "b", ""):
@@ -175,31 +159,6 @@ def test_a_cancelled_item_leaves_its_place_and_its_slot_to_the_next() -> None:
 
     rig = on_slots(Limits(1), then)
     assert [item.priority[2] for item in rig.begun] == [0, 2, 4]
-
-
-def test_a_promoted_item_goes_before_those_that_were_ahead_of_it() -> None:
-    async def then(rig: Rig) -> None:
-        rig.push(seconds=1.0)
-        rig.push(2, step=2)
-        (late,) = rig.push(step=9)
-        await asyncio.sleep(0.5)
-        late.priority = (0, 1, 9)
-        rig.slots.promote(late)
-        await asyncio.sleep(5)
-        assert [item is late for item in rig.begun] == [False, True, False, False]
-
-    on_slots(Limits(1), then)
-
-
-def test_local_work_takes_a_slot_and_waits_for_nothing_else() -> None:
-    async def then(rig: Rig) -> None:
-        rig.push(seconds=5.0)
-        await asyncio.sleep(0)
-        rig.slots.pause(rig.slots.queues[""], 1000.0)
-        rig.push(3, local=True, seconds=1.0)
-        await asyncio.sleep(20)
-
-    assert on_slots(Limits(2, rpm=1), then).times() == about(0, 0, 1, 2)
 
 
 # --- pauses --------------------------------------------------------------------------------------------------
@@ -244,7 +203,7 @@ def test_an_item_says_what_it_has_waited_for(limits: Limits, pause_s: float, oth
 # --- rates ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rpm", [0.5, 1, 3, 10, 59, 60, 61, 90, 600])
+@pytest.mark.parametrize("rpm", [0.5, 3, 59, 60, 90])
 def test_no_minute_holds_more_requests_than_allowed_and_hardly_fewer(rpm: float) -> None:
     count = math.ceil(4 * rpm)
 
@@ -258,7 +217,7 @@ def test_no_minute_holds_more_requests_than_allowed_and_hardly_fewer(rpm: float)
     assert rig.times()[-1] <= 60 * count / rpm * 1.02 + 1
 
 
-@pytest.mark.parametrize("sizes", [[1], [10, 90], [100, 1, 1, 1], [500], [83, 84], [1000]])
+@pytest.mark.parametrize("sizes", [[1], [10, 90], [500]])
 def test_no_minute_holds_more_tokens_than_allowed_and_hardly_fewer(sizes: list[int]) -> None:
     async def then(rig: Rig) -> None:
         for i in range(math.ceil(4000 * len(sizes) / sum(sizes))):
@@ -269,19 +228,6 @@ def test_no_minute_holds_more_tokens_than_allowed_and_hardly_fewer(sizes: list[i
     rig = on_slots(Limits(1000, tpm=1000), then)
     assert rig.most_in_a_minute(tokens_of) <= 1000 + max(0, max(sizes) - 1000 // 60), "or one large request more"
     assert rig.times()[-1] <= 60 * 4 * 1.12 + 5
-
-
-def test_a_request_larger_than_a_minute_goes_alone_and_takes_as_many() -> None:
-    async def then(rig: Rig) -> None:
-        for tokens in (10, 1800, 1800, 1):
-            rig.push(tokens=tokens)
-        await asyncio.sleep(1000)
-
-    small, first, second, last = on_slots(Limits(1000, tpm=600), then).times()
-    assert first >= small + 1 - 1e-3, "what began before it is paid for"
-    assert second - first >= 180 - 1e-3, "3 minutes' worth"
-    assert last - second >= 170
-    assert last <= 600
 
 
 @pytest.mark.parametrize(
@@ -353,106 +299,3 @@ def test_all_that_stays_begins_and_no_limit_is_passed(
     assert rig.most_in_a_minute() <= (rpm or math.inf)
     assert rig.most_in_a_minute(endpoint="a") <= (own_rpm or math.inf)
     assert rig.most_in_a_minute(tokens_of) <= (tpm or math.inf) + max(0, max(tokens for *_, tokens, _s, _w in plan))
-
-
-@pytest.mark.parametrize(
-    ("limits", "words"),
-    [
-        (Limits(rpm=0.01), "rpm=0.01 allows one request in 1.67 hours"),
-        (Limits(tpm=1.0), "tpm=1 allows one request of 300 tokens in 5 hours"),
-        (Limits(endpoints={"a": Limits(rpm=1e-300)}), "rpm=1e-300 allows one request in 1.9e+294 years"),
-        (Limits(rpm=60, tpm=3000), ""),
-    ],
-)
-def test_a_rate_that_allows_next_to_nothing_is_logged_once(limits: Limits, words: str) -> None:
-    async def then(rig: Rig) -> None:
-        rig.push(2, tokens=300)
-        await asyncio.sleep(1)
-
-    with logged() as lines:
-        on_slots(limits, then)
-    assert lines == [f"reward agent: the limit {words}; raise it if you did not mean that."] * bool(words)
-
-
-@pytest.mark.parametrize("section", [RewardConfig, EndpointConfig])
-@pytest.mark.parametrize("key", ["rpm", "tpm"])
-def test_a_configured_rate_of_almost_nothing_is_refused(section: Any, key: str) -> None:
-    with pytest.raises(ValidationError, match=r"greater than or equal to 0.001"):
-        section(**{key: 0.0009})
-    assert getattr(section(**{key: 0.001}), key) == 0.001
-
-
-# --- adaptive ------------------------------------------------------------------------------------------------
-
-
-class Flight:
-    """Calls of a service that adapts, all slots of which are taken; they are ended by hand."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.slots = Slots(limits)
-        self.queue = self.slots.queues[""]
-        self.held: list[Slot] = []
-        self.more()
-
-    def more(self) -> None:
-        """Takes all slots that are free."""
-        while self.slots.running < int(self.queue.limit):
-            waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
-            self.queue.push(Item((0, 1, 0)), waiting)
-            self.slots.fill()
-            self.held.append(waiting.result())
-
-    def end(self, count: int, **how: Any) -> None:
-        for _ in range(count):
-            self.slots.release(self.held.pop(0), **how)
-
-
-def test_a_flight_that_is_turned_away_cuts_the_limit_once_down_to_its_floor() -> None:
-    async def body() -> None:
-        flight = Flight(Limits(100, adaptive=True, floor=7))
-        await asyncio.sleep(1)
-        flight.end(100, overloaded=True, failed=True)
-        assert flight.queue.limit == pytest.approx(100 * BACK_OFF)
-        for _ in range(20):
-            flight.more()
-            await asyncio.sleep(1)
-            flight.end(len(flight.held), overloaded=True, failed=True)
-        assert flight.queue.limit == 7
-        changes = flight.slots.take_changes()
-        assert [limit for _at, _name, limit in changes[:2]] == [70, 49]
-        assert flight.slots.take_changes() == []
-
-    run_virtual(body)
-
-
-def test_the_limit_grows_by_one_a_round_of_successes_while_all_slots_are_taken() -> None:
-    async def body() -> None:
-        flight = Flight(Limits(40, adaptive=True))
-        flight.end(30)
-        flight.queue.limit = 10.0
-        flight.end(3)
-        assert flight.queue.limit == pytest.approx(10.1), "of seven more it is not known whether more would do"
-        flight.more()
-        flight.end(1, failed=True)
-        assert flight.queue.limit == pytest.approx(10.1)
-        for _ in range(5):
-            before = flight.queue.limit
-            for _ in range(int(before)):
-                flight.more()
-                flight.end(1)
-            assert 0.85 <= flight.queue.limit - before <= 1.0
-        for _ in range(3000):
-            flight.more()
-            flight.end(1)
-        assert flight.queue.limit == 40
-
-    run_virtual(body)
-
-
-def test_a_fixed_limit_stays() -> None:
-    async def body() -> None:
-        flight = Flight(Limits(10))
-        flight.end(5, overloaded=True, failed=True)
-        assert (flight.queue.limit, flight.slots.take_changes()) == (10, [])
-
-    run_virtual(body)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.managers import TokensUnknown, build_manager, row_of
+from dataflow.rewards.managers import TokensUnknown, build_manager
 from dataflow.usercode.load import is_async, name_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -134,15 +134,3 @@ def test_verls_own_dapo_gives_the_same(tmp_path: Path, reward: Any, length: int)
     result = score(theirs, **arguments)
     same = asyncio.run(ours(**arguments)) if is_async(ours) else ours(**arguments)
     assert {name: value if name == "why" else float(value) for name, value in result.items()} == same
-
-
-@pytest.mark.heavy
-def test_the_row_is_what_verl_reads() -> None:
-    chat = [{"role": "user", "content": "?"}]
-    row = row_of(**ask("7", "seven", response_ids=[*map(ord, "seven"), 0], raw_prompt=chat, index=3))
-    assert len(row) == 1
-    assert row.batch["responses"].tolist() == [[*map(ord, "seven"), 0]]
-    assert row.batch["attention_mask"].tolist() == [[1] * 6]
-    item = row[0].non_tensor_batch
-    assert (item["data_source"], item["reward_model"]["ground_truth"], item["raw_prompt"]) == ("d", "7", chat)
-    assert item["extra_info"] == {"raw_prompt": chat, "index": 3}

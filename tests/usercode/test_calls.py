@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.usercode.calls import GRACE_S, Calls, NoThread
+from dataflow.usercode.calls import GRACE_S, Calls
 from dataflow.usercode.failures import TimedOut, UserExit
 from tests.rigs.virtual_time import run_virtual, timers
 
@@ -207,16 +206,6 @@ def test_a_thread_that_is_late_is_abandoned_until_it_returns(result: Any) -> Non
     with_threads(body)
 
 
-def test_the_coroutine_that_a_sync_function_returned_is_cancelled_when_the_time_of_both_is_over() -> None:
-    async def body(bench: Bench) -> None:
-        with pytest.raises(TimedOut):
-            await bench.run(lambda: asyncio.sleep(100), 0.05)
-        await bench.free.wait()
-        assert (bench.freed, bench.calls.abandoned) == ([TimedOut], 0)
-
-    with_threads(body)
-
-
 # --- cancelled callers ---------------------------------------------------------------------------------------
 
 
@@ -350,44 +339,6 @@ def test_in_any_order_each_call_has_one_outcome_and_frees_its_slot_once(some: li
 
 
 # --- threads and close ---------------------------------------------------------------------------------------
-
-
-def test_threads_are_used_again_keep_nothing_of_a_call_and_end_with_close() -> None:
-    class Sample:
-        pass
-
-    async def body(bench: Bench) -> None:
-        before, sample = set(threading.enumerate()), Sample()
-        gone = weakref.ref(sample)
-        await bench.run(lambda of: 1, of=sample)
-        for _ in range(50):
-            await bench.run(lambda: 1)
-        del sample
-        gc.collect()
-        assert gone() is None
-        (worker,) = set(threading.enumerate()) - before
-        await bench.calls.close()
-        await asyncio.to_thread(worker.join, 10)
-        assert not worker.is_alive()
-
-    with_threads(body)
-
-
-def test_a_thread_that_cannot_be_started_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    called: list[int] = []
-
-    async def body(bench: Bench) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(NoThread, match="can't start new thread"):
-                await bench.run(lambda: called.append(1))
-        assert await bench.run(lambda: 3) == 3, "as soon as there are threads again"
-        assert (called, bench.freed) == ([], [NoThread, 3])
-
-    with_threads(body)
 
 
 def test_close_ends_all_tasks_and_does_not_wait_for_ever_for_a_stubborn_one() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,15 +47,6 @@ def test_a_copy_shares_nothing_that_can_change(value: Any, change: Any) -> None:
     change(own)
     assert repr(own) != before
     assert repr(value) == before
-
-
-def test_what_cannot_be_copied_is_shared_beside_what_can() -> None:
-    lock = threading.Lock()
-    value = {"lock": lock, "names": ["a"]}
-    own = own_copy(value)
-    own["names"].append("b")
-    assert own["lock"] is lock
-    assert value["names"] == ["a"]
 
 
 def test_options_share_objects_and_no_containers() -> None:

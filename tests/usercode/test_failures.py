@@ -35,38 +35,10 @@ def test_an_interrupt_is_one_of_the_main_thread() -> None:
     assert (found, failures.is_interrupt(SystemExit())) == ([False, True], False)
 
 
-def test_a_cancellation_is_ours_only_where_the_task_is_cancelled() -> None:
-    assert not failures.is_ours(asyncio.CancelledError()), "no event loop runs"
-    found: list[bool] = []
-
-    async def task() -> None:
-        found.append(failures.is_ours(asyncio.CancelledError()))  # user code raises it
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError as error:
-            found.append(failures.is_ours(error))
-
-    async def cancelled() -> None:
-        running = asyncio.ensure_future(task())
-        await asyncio.sleep(0)
-        running.cancel()
-        await running
-
-    asyncio.run(cancelled())
-    assert found == [False, True]
-
-
 def test_a_message_can_be_written_whatever_is_in_it() -> None:
     assert failures.message_of(OSError("no file caf\udce9.json")) == "no file caf\\udce9.json"
     assert failures.message_of(ValueError("a\n" * 5000)).endswith("... (10,000 characters)")
     assert len(failures.shortened("x" * 100_000)) < 41_000
-
-
-def test_the_parts_of_groups_and_the_causes_of_errors() -> None:
-    one, two = ValueError(1), KeyError(2)
-    assert failures.parts_of(ExceptionGroup("", [one, ExceptionGroup("", [two])])) == [one, two]
-    one.__cause__, two.__cause__ = two, one
-    assert [*failures.causes_of(one)] == [one, two]
 
 
 def test_what_another_process_can_be_sent() -> None:

@@ -1,4 +1,3 @@
-import cmath
 import pickle
 import sys
 import traceback
@@ -7,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from dataflow.usercode.load import load_file
-from dataflow.usercode.pickling import _pickler, dumps
+from dataflow.usercode.pickling import dumps
 
 SOURCE = """
 def fails():
@@ -61,19 +60,3 @@ def test_objects_of_unimportable_classes_are_pickled(module):
     read = pickle.loads(dumps({"a": one, "b": one}))
     assert read["a"] is read["b"]
     assert read["a"].seen == [Fraction(1, 3)]
-
-
-def test_importable_code_is_pickled_by_name():
-    assert pickle.loads(dumps(cmath.sqrt)) is cmath.sqrt
-    assert len(dumps(load_file)) < 100
-
-
-def test_pickle_is_used_where_cloudpickle_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    _pickler.cache_clear()
-    try:
-        assert pickle.loads(dumps({"a": 1})) == {"a": 1}
-        with pytest.raises((pickle.PicklingError, AttributeError)):
-            dumps(lambda: 1)
-    finally:
-        _pickler.cache_clear()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits
-from dataflow.rewards.filter import GroupFilter
-from tests.rewards.groups.group_rig import BROKEN, NONE, Reward, agent_of, samples, scored
+from dataflow.rewards.requests import GroupFilter
+from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
@@ -43,18 +41,6 @@ def test_the_first_groups_that_differ_are_collected_and_the_rest_is_cancelled() 
     run_virtual(body)
 
 
-def test_left_out_groups_are_in_the_records() -> None:
-    async def body() -> None:
-        agent = agent_of(Reward(**equal(0)))
-        agent.submit(1, samples(3), extra_groups=1, group_filter=GroupFilter(1))
-        rewards = await agent.collect(1)
-        assert rewards.ids == (1, 2)
-        assert [record["group"] for record in rewards.meta["replaced"]] == [0, 0]
-        await agent.close()
-
-    run_virtual(body)
-
-
 def test_equal_groups_are_collected_for_want_of_others() -> None:
     async def body() -> None:
         agent = agent_of(Reward(**equal(0, 1, 2)))
@@ -74,18 +60,6 @@ def test_extra_groups_for_failures_are_not_used_up_by_the_filter() -> None:
         first = await agent.collect(1, 1, order="index")
         second = await agent.collect(1, 1, order="index")
         assert [first.ids, second.ids] == [(1,), (2,)], "0 was left out, 1 is kept although its scores are equal"
-        await agent.close()
-
-    run_virtual(body)
-
-
-def test_too_many_failed_beside_those_left_out() -> None:
-    async def body() -> None:
-        agent = agent_of(Reward(**equal(0), _1_0=("after", 1, BROKEN), _2_0=("after", 2, BROKEN)), "replace_group")
-        agent.submit(1, samples(4), extra_groups=2, group_filter=GroupFilter(1))
-        words = "2 groups failed and 1 were left out, one more than data.gen_batch_size and reward.extra_groups can"
-        with pytest.raises(RewardFailed, match=re.escape(words)):
-            await agent.collect(1)
         await agent.close()
 
     run_virtual(body)
@@ -130,24 +104,6 @@ def test_values_are_compared_in_float32_as_advantages_are() -> None:
     run_virtual(body)
 
 
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [([1, 0], "a list"), (None, "None"), (np.array([1, 0]), r"a ndarray of shape \(2,\)"), (NONE, "nan")],
-)
-def test_a_column_that_cannot_be_compared_is_named(value: Any, why: str) -> None:
-    async def body() -> None:
-        agent = agent_of(Reward(**{f"_0_{sample}": {"score": 1.0, "acc": value} for sample in range(2)}))
-        agent.submit(1, samples(2), extra_groups=1, group_filter=GroupFilter(1, "acc"))
-        message = (
-            rf"sample . of group 0 of step 1: its column 'acc' \(.*metric\) is {why}; let the reward return a finite"
-        )
-        with pytest.raises(RewardFailed, match=message):
-            await agent.collect(1)
-        await agent.close()
-
-    run_virtual(body)
-
-
 def test_a_group_whose_samples_were_dropped_is_left_out() -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_0=BROKEN), "drop_sample")
@@ -156,12 +112,6 @@ def test_a_group_whose_samples_were_dropped_is_left_out() -> None:
         await agent.close()
 
     run_virtual(body)
-
-
-def test_a_validation_is_not_filtered() -> None:
-    rewards, _agent = scored(Reward(**equal(0, 1, 2)), step="val:1")
-    assert rewards.ids == (0, 1, 2)
-    assert "filtered_groups" not in rewards.meta["step"]
 
 
 @given(st.data())

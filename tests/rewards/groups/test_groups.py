@@ -113,20 +113,6 @@ def test_more_failed_groups_than_can_be_replaced() -> None:
     )
 
 
-def test_groups_are_replaced_for_whoever_waits_for_a_part() -> None:
-    async def body() -> None:
-        reward = Reward(_0_0=("after", 5, BROKEN), _1_0=("after", 1), _2_0=("after", 2), _3_0=("after", 9))
-        agent = agent_of(reward, "replace_group")
-        agent.submit(1, samples(4), extra_groups=1)
-        first = asyncio.create_task(agent.collect(1, 2, order="index"))
-        second = asyncio.create_task(agent.collect(1, 1, order="index"))
-        assert (await first).ids == (1, 2), "0 is gone: the next ones by id move up"
-        assert (await second).ids == (3,)
-        await agent.close()
-
-    run_virtual(body)
-
-
 def test_validation_has_no_spare_groups_and_leaves_out_instead() -> None:
     rewards, _agent = scored(Reward(_1_0=BROKEN), "replace_group", step="val:1")
     assert rewards.ids == (0, 1, 2)
@@ -179,13 +165,3 @@ def test_a_share_of_failures_that_is_passed_stops_everything() -> None:
         await agent.close()
 
     run_virtual(body)
-
-
-def test_a_share_that_is_reached_and_not_passed_stops_nothing() -> None:
-    rewards, _agent = scored(Reward(_0_0=BROKEN, _1_0=BROKEN), "drop_sample", groups=5, max_failed_share=0.2)
-    assert len(rewards) == 10
-
-
-def test_not_one_failure_may_be_allowed() -> None:
-    message = fails(Reward(_0_0=BROKEN), "score:0", groups=5, max_failed_share=0.0)
-    assert message.startswith("1 of 10 reward requests have failed")

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from dataflow.errors import DataflowError, RewardFailed
-from dataflow.rewards.filter import GroupFilter
 from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
 from tests.rigs.virtual_time import run_virtual
 
@@ -69,16 +68,6 @@ def test_a_named_group_that_was_replaced_fails_the_step_and_leaves_nobody_waitin
         agent.submit(1, samples(6), extra_groups=2)
         with pytest.raises(RewardFailed, match="group 1 is to be collected, but was"):
             await agent.collect(1, groups=(0, 1, 2, 3), last=True)
-        await agent.close()
-
-    run_virtual(body)
-
-
-def test_a_filter_does_not_judge_named_groups() -> None:
-    async def body() -> None:
-        agent = agent_of(Reward(_0_0=1.0, _0_1=1.0))
-        agent.submit(1, samples(3), extra_groups=1, group_filter=GroupFilter(1))
-        assert (await agent.collect(1, groups=(0, 2), last=True)).ids == (0, 2)
         await agent.close()
 
     run_virtual(body)

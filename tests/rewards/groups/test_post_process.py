@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from dataflow.errors import ConfigError, RewardFailed
 from dataflow.reward_agent import Limits, Retry
 from tests.rewards.groups.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbers, samples, scored
 from tests.rigs.virtual_time import run_virtual
@@ -52,13 +47,6 @@ def test_a_group_is_compared_with_its_samples() -> None:
     assert rewards["score"].tolist()[2] == 0.0
 
 
-def test_a_reward_compares_or_processes_scores() -> None:
-    reward = Compares()
-    reward.post_process_scores = less_mean  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="has both compute_group and post_process_scores; give one"):
-        scored(reward)
-
-
 def test_only_kept_samples_are_post_processed() -> None:
     reward = Reward(_0_1=BROKEN, _1_0=BROKEN)
 
@@ -78,48 +66,15 @@ def test_only_kept_samples_are_post_processed() -> None:
     ]
 
 
-def test_a_fixed_score_is_post_processed_with_the_rest() -> None:
-    rewards, _agent = scored(Reward(_0_1=BROKEN), "score:-4", groups=1, post_process_scores=later)
-    assert rewards["score"].tolist() == [2.0, -2.0]
-
-
-@pytest.mark.parametrize("made", [tuple, np.asarray, torch.tensor, lambda scores: [np.float32(s) for s in scores]])
-def test_what_post_processing_may_return(made: Callable[[list[float]], Any]) -> None:
+def test_a_wrong_number_of_scores_stops_the_step_under_every_rule() -> None:
     async def post(scores: list[float]) -> Any:
-        return made([score * 2 for score in scores])
-
-    rewards, _agent = scored(Reward(), groups=2, post_process_scores=post)
-    assert rewards["score"].tolist() == pytest.approx([0.0, 0.2, 2.0, 2.2])
-
-
-@pytest.mark.parametrize(
-    ("returned", "what"),
-    [
-        (None, "None"),
-        (3.0, "a float"),
-        ("ab", "a str"),
-        ({0: 1.0, 1: 2.0}, "a dict"),
-        ({1.0, 2.0}, "a set"),
-        ([1.0], "1 scores for 2 samples"),
-        ([1.0, 2.0, 3.0], "3 scores for 2 samples"),
-        ([], "0 scores for 2 samples"),
-        ([1.0, NONE], "nan"),
-        ([1.0, None], "None"),
-        ([1.0, "2"], "a str"),
-        (np.asarray(3.0), "a ndarray of one number"),
-        (torch.tensor(3.0), "a Tensor of one number"),
-        (np.ones((2, 2)), "a ndarray of shape (2,)"),
-        ((score for score in (1.0, 2.0)), "a generator"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_what_it_may_not_return_stops_the_step_under_every_rule(returned: Any, what: str) -> None:
-    async def post(scores: list[float]) -> Any:
-        return returned
+        return scores[1:]
 
     for rule in ("fail", "drop_group"):
         message = fails(Reward(), rule, groups=1, post_process_scores=post)
-        assert message == f"group 0 of step 1: 'post' returned {what}; return a list of 2 finite numbers."
+        assert message == (
+            "group 0 of step 1: 'post' returned 1 scores for 2 samples; return a list of 2 finite numbers."
+        )
 
 
 def test_post_processing_that_raises_or_never_ends() -> None:
@@ -137,21 +92,6 @@ def test_post_processing_that_raises_or_never_ends() -> None:
     assert message.startswith("group 0 of step 1: 'never' gave no answer within 5 s")
 
 
-def test_a_step_that_ends_while_a_group_is_post_processed() -> None:
-    async def body() -> None:
-        agent = agent_of(Reward(), post_process_scores=later)
-        agent.submit(1, samples(2))
-        await asyncio.sleep(1)
-        assert agent.cancel(1) == 0, "all requests have ended"
-        with pytest.raises(RewardFailed, match="cancelled"):
-            await agent.collect(1)
-        await asyncio.sleep(10)
-        assert agent.stats()["running"] == 0
-        await agent.close()
-
-    run_virtual(body)
-
-
 def test_post_processing_takes_a_slot_and_goes_first_but_uses_no_request_a_minute() -> None:
     async def body() -> None:
         loop, reward = asyncio.get_running_loop(), Reward()
@@ -164,20 +104,6 @@ def test_post_processing_takes_a_slot_and_goes_first_but_uses_no_request_a_minut
         await agent.collect(1)
         assert loop.time() == pytest.approx(30 + 3, abs=0.1)
         assert agent.stats()["peak"] == 1
-        await agent.close()
-
-    run_virtual(body)
-
-
-def test_a_paused_service_does_not_hold_up_post_processing() -> None:
-    async def body() -> None:
-        class Busy(Exception):
-            status, retry_after = 429, 100.0
-
-        agent = agent_of(Reward(_1_0=("after", 1, Busy()), _0_1=("after", 2)), "drop_sample", post_process_scores=later)
-        agent.submit(1, samples(2))
-        await agent.collect(1, 1)
-        assert asyncio.get_running_loop().time() == pytest.approx(5, abs=0.1)
         await agent.close()
 
     run_virtual(body)
@@ -239,60 +165,3 @@ def test_a_log_that_fails_is_told_once_and_ends_nothing(logged: list[str]) -> No
     assert len(logged) == 1
     assert logged[0].startswith("WARNING reward log: 'log' raised KeyError: 'disk' (test_post_process.py:")
     assert logged[0].endswith("; the run continues.\n")
-
-
-def test_a_log_that_never_ends_holds_up_nobody(logged: list[str]) -> None:
-    class Stuck(Reward):
-        calls = 0
-
-        async def log(self, **columns: Any) -> None:
-            self.calls += 1
-            await asyncio.get_running_loop().create_future()
-
-    async def body() -> int:
-        reward = Stuck()
-        agent = agent_of(reward, retry=Retry(timeout_s=5.0), limits=Limits(1))
-        for step in range(1, 21):
-            agent.submit(step, samples(1))
-            await agent.collect(step)
-        assert asyncio.get_running_loop().time() < 1, "it takes no slot"
-        await asyncio.sleep(20)
-        assert agent.stats()["abandoned"] == 0
-        await agent.close()
-        return reward.calls
-
-    assert run_virtual(body) == 8
-    assert logged == [
-        "WARNING reward log: 'log' has not returned from 8 calls, so that it is left out of further ones; "
-        "the run continues.\n"
-    ]
-
-
-def test_a_log_in_a_thread_that_never_ends_is_no_stray_of_the_scorer(logged: list[str]) -> None:
-    go = threading.Event()
-
-    class Stuck(Reward):
-        def log(self, **columns: Any) -> None:
-            go.wait(30)
-
-    async def body() -> None:
-        agent = agent_of(Stuck(), retry=Retry(timeout_s=0.05, backoff_s=0.0), max_abandoned=0)
-        for step in range(1, 4):
-            agent.submit(step, samples(1))
-            await agent.collect(step)
-            await asyncio.sleep(0.1)
-        assert agent.stats()["abandoned"] == 0
-        await agent.close()
-        go.set()
-
-    asyncio.run(body())
-    assert not logged
-
-
-def test_a_post_processed_score_too_large_for_advantages_is_none() -> None:
-    class Huge(Reward):
-        async def post_process_scores(self, scores: list[float]) -> list[float]:
-            return [1e300 for _ in scores]
-
-    message = fails(Huge())
-    assert "returned 1e+300, outside of ±1e+15, where float32 may hold no finite advantages; return" in message

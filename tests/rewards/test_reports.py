@@ -1,0 +1,235 @@
+"""What the agent reports of its requests: counts, usage, Ray's metrics, records in trace and ledger; what is shared."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.errors import ConfigError, DataflowError
+from dataflow.reward_agent import Limits, Retry, RewardAgent
+from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.ledger import Ledger
+from dataflow.stages.reward import _requests
+from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples, scored
+from tests.rigs.virtual_time import run_virtual
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def alike(step: int | str, texts: list[str]) -> tuple[int | str, Batch]:
+    columns = {"response_text": texts, "data_source": ["d"] * len(texts), "ground_truth": ["t"] * len(texts)}
+    return step, Batch(list(range(len(texts))), columns)
+
+
+def test_a_request_that_an_earlier_step_shares_goes_as_early_as_that_step() -> None:
+    async def body() -> None:
+        reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(10)})
+        agent = agent_of(reward, share_equal=True, limits=Limits(1))
+        agent.submit(*alike(1, ["0"]))
+        await asyncio.sleep(0.1)  # all others wait behind it
+        agent.submit(*alike("val:1", ["7", "8"]))
+        agent.submit(*alike(3, ["1", "2"]))
+        agent.submit(*alike(2, ["8", "9"]))
+        for step in (1, 2, 3, "val:1"):
+            await agent.collect(step)
+        assert reward.begun == ["0", "8", "9", "1", "2", "7"], "each once, and 8 with step 2"
+        assert (agent.stats()["shared"], agent.stats()["scored"]) == (1, 7)
+        await agent.close()
+
+    run_virtual(body)
+
+
+# --- what a reward object offers -------------------------------------------------------------------------------
+
+
+def test_limits_of_endpoints_need_a_reward_that_names_them() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.endpoints=\{http://a: \.\.\.\}: the reward does not say which"):
+        RewardAgent(lambda **_: 1.0, limits=Limits(endpoints={"http://a": Limits(1)}))
+    judge = Judge(url="http://a:1")
+    RewardAgent(judge, limits=Limits(endpoints={"http://a:1": Limits(1)}))
+    with pytest.raises(ConfigError, match=r"the reward calls no such endpoint; .*http://a:1"):
+        RewardAgent(judge, limits=Limits(endpoints={"http://b:1": Limits(1)}))
+
+
+@pytest.mark.parametrize("name", ["retry_on", "endpoint", "tokens", "usage"])
+def test_what_is_asked_in_passing_must_not_be_async(name: str) -> None:
+    async def later(*_: Any, **__: Any) -> Any:
+        return 1
+
+    reward = Reward()
+    setattr(reward, name, later)
+    with pytest.raises(ConfigError, match=f"reward 'Reward': its '{name}' is async, .*; write it as a plain def"):
+        RewardAgent(reward)
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({"endpoint": lambda **_: {}["a"]}, "step 1 cannot be sent: KeyError: 'a'"),
+        ({"tokens": lambda **_: -1}, "step 1 cannot be sent: ValueError: .* returned -1; return a number of 0"),
+    ],
+)
+def test_a_method_that_fails_before_a_call_stops_the_step(methods: dict[str, Any], message: str) -> None:
+    async def body() -> None:
+        reward = Reward()
+        vars(reward).update(methods)
+        agent = agent_of(reward, limits=Limits(4, tpm=600, endpoints={"b": Limits(1)} if "endpoint" in methods else {}))
+        agent.submit(1, samples(1))
+        with pytest.raises(DataflowError, match=message):
+            await agent.collect(1)
+        await agent.close()
+
+    run_virtual(body)
+
+
+@pytest.mark.parametrize(("used", "counted"), [(5, 20), (np.int64(5), 20), (True, 0), (5.5, 0), (None, 0)])
+def test_tokens_are_counted_where_they_are_whole_numbers(used: Any, counted: int) -> None:
+    said = {"score": 1.0, "tokens": used}
+    _rewards, agent = scored(Reward(_0_0=said, _0_1=said, _1_0=said, _1_1=said), groups=2)
+    assert agent.stats()["tokens"] == counted
+
+
+@pytest.mark.parametrize("own", [{"lookups": 5}, {"lookups": 5, "tokens": 1}])
+def test_the_usage_of_a_reward_class_joins_what_the_agent_counts(own: dict[str, int]) -> None:
+    class Counted(Reward):
+        def usage(self) -> dict[str, int]:
+            return {name: number * len(self.begun) for name, number in own.items()}
+
+    async def body() -> None:
+        said = {"score": 1.0, "tokens": 3}
+        agent = agent_of(Counted(_0_0=said, _0_1=said))
+        tokens = 2 * own.get("tokens", 3)
+        for step in (1, 2):
+            agent.submit(step, samples(1))
+            await agent.collect(step)
+            stats = agent.stats()
+            assert (stats["tokens"], stats["lookups"]) == (step * tokens, step * 10)
+            used = agent.used(stats)  # of this step
+            assert {"tokens": tokens, "lookups": 10}.items() <= used.items()
+            assert not used.keys() & {"requested", "scored", "waiting", "running", "latency_s", "limit"}
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_a_user_object_that_does_not_close_keeps_nobody(logged: list[str]) -> None:
+    class Stuck(Reward):
+        async def close(self) -> None:
+            await asyncio.get_running_loop().create_future()
+
+    scored(Stuck(), groups=1)
+    assert logged == ["WARNING reward agent: 'Stuck' has not closed within 10 s.\n"]
+
+
+# --- metrics and records ---------------------------------------------------------------------------------------
+
+
+class Told:
+    """Metrics that remember."""
+
+    every_s = 1.0
+
+    def __init__(self) -> None:
+        self.all: list[Mapping[str, Any]] = []
+
+    def report(self, stats: Mapping[str, Any]) -> None:
+        self.all.append({name: stats[name] for name in ("requested", "scored", "running", "waiting", "cancelled")})
+
+
+def test_metrics_are_reported_while_they_change_and_at_the_end() -> None:
+    async def body() -> None:
+        told = Told()
+        agent = agent_of(Reward(_1_0="never", _1_1="never"), metrics=told, limits=Limits(2))
+        agent.submit(1, samples(3))
+        await asyncio.sleep(5)
+        assert told.all[-1] == {"requested": 6, "scored": 2, "running": 2, "waiting": 2, "cancelled": 0}
+        count = len(told.all)
+        await asyncio.sleep(100)
+        assert len(told.all) == count, "nothing has changed"
+        agent.cancel(1)
+        await asyncio.sleep(0.1)
+        await agent.close()
+        assert told.all[-1] == {"requested": 6, "scored": 2, "running": 0, "waiting": 0, "cancelled": 4}
+
+    run_virtual(body)
+
+
+def test_the_requests_of_a_replaced_group_are_reported_with_the_next_groups() -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_1=BROKEN), "replace_group")
+        agent.submit(1, samples(4), extra_groups=1)
+        first, rest = await agent.collect(1, 2), await agent.collect(1)
+        found = {(r["group"], r["sample"]): r.get("how") for r in first.meta["replaced"] + rest.meta["replaced"]}
+        assert found.keys() == {(0, 0), (0, 1)}
+        assert found[0, 1] == "failed"
+        assert rest.meta["step"]["failed"] == 1
+        await agent.close()
+
+    run_virtual(body)
+
+
+class Busy(Exception):
+    status, retry_after = 429, 0.25
+
+
+class Down(Exception):
+    status = 500
+
+
+def test_tries_and_why_they_ended_are_counted_for_the_samples_of_the_step() -> None:
+    script: dict[str, list[Any]] = {  # then it is scored
+        "0.0": [Busy(), Busy()],
+        "0.1": [Busy(), Busy(), Busy()],
+        "1.0": [TimeoutError("slow")],
+    }
+
+    class Scripted(Reward):
+        async def compute_score(self, **arguments: Any) -> Any:
+            if left := script.get(arguments["solution_str"]):
+                raise left.pop()
+            return 1.0
+
+    retry = Retry(tries=3, backoff_s=0.0)
+    rewards, agent = scored(Scripted(), "drop_sample", groups=2, retry=retry)
+    counted = ("requested", "failed", "retried", "throttled", "timed_out")
+    # The last call of the sample that failed was throttled too, and no try followed.
+    assert [rewards.meta["step"][name] for name in counted] == [4, 1, 2 + 2 + 1, 2 + 3, 1]
+    assert [agent.stats()[name] for name in counted] == [4, 1, 5, 5, 1]
+
+
+@pytest.mark.parametrize("last", ["scored", "failed"])
+def test_why_each_try_failed_and_how_long_it_waited_is_in_trace_column_and_ledger(tmp_path: Path, last: str) -> None:
+    left = [Busy("later"), Down("crashed"), asyncio.sleep(60)]
+
+    async def troubled(solution_str: str, **_others: Any) -> float:
+        if left:
+            trouble = left.pop(0)
+            if isinstance(trouble, Exception):
+                raise trouble
+            await trouble
+        return float(solution_str)
+
+    retry = Retry(tries=4 if last == "scored" else 3, timeout_s=0.2, backoff_s=0)
+
+    async def body() -> Any:
+        agent = agent_of(troubled, "score:0", retry=retry, ledger=Ledger(tmp_path / "ledger", "run"))
+        agent.submit(1, samples(1, n=1))
+        rewards = await agent.collect(1)
+        await agent.close()
+        return rewards.meta["records"]
+
+    (record,) = asyncio.run(body())
+    why = "HTTP 429, 0.25 s; HTTP 500, 0 s; time-out" + (", 0 s" if last == "scored" else "")
+    assert (record["tries"], record["failed_tries"]) == (retry.tries, why)
+    with closing(sqlite3.connect(tmp_path / "ledger")) as db:
+        assert db.execute("SELECT failed_tries, score IS NULL FROM request").fetchone() == (why, last == "failed")
+    column = _requests(Batch([0], {}, {"records": [record]}))["request_failed_tries"]
+    assert list(column) == [why]
