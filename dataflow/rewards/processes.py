@@ -249,7 +249,7 @@ def _kill_group(pid: int | None) -> None:
 class _Context(SpawnContext):
     """Makes the workers. Not by fork, which copies the locks that other threads hold at that moment."""
 
-    Process = _Worker  # type: ignore[assignment]
+    Process = _Worker
 
 
 # What follows runs in a worker, in its main thread, so that user code may set alarms.
