@@ -19,8 +19,8 @@ from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.rewards.naming import MAIN
 from dataflow.runner import Restored, Runner
-from dataflow.running.auto import AutoPolicy
 from dataflow.running.record import Record
+from dataflow.running.replanning import AutoPolicy
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.saving.export import MODEL, card
@@ -118,7 +118,6 @@ class Attempt:
         if due and before not in record.evaluations:
             with self._progress.phase("evaluating"):
                 await self._evaluate(before, restored.states)
-        # Both executors' clocks are unix time, so that the trace can be merged with others.
         origin = record.begin(executor.now())
         if before < graph.steps:
             await self._make_steps(restored, origin)

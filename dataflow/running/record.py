@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
+from dataflow.config.base import BaseConfig
 from dataflow.errors import DataflowError, RunError
 from dataflow.files import replaced, written
 from dataflow.running.reporting.reward_counts import RewardCounts, Stats
 from dataflow.running.reporting.timings import step_metrics, throughput
 from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics
 from dataflow.running.summary import SUMMARY, evaluation_in, read_summary, summarise
+from dataflow.system.secrets import redact_values
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
@@ -35,22 +36,12 @@ _UNTAUGHT_STEPS = 3
 """Steps in a row that train nothing, after which a warning says so."""
 
 
-@dataclass(frozen=True)
-class Backends:
-    """Where metrics go besides ``metrics.jsonl``: arguments of a Tracker."""
-
-    names: list[str] = field(default_factory=list)
-    project: str = "dataflow"
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Record:
     """The files that record a run, and what they hold.
 
     Args:
         directory: of the run.
-        backends: of its metrics.
-        gpus: of the run, by which its throughput is divided.
+        config: of the run, with the backends of its metrics; None for ``metrics.jsonl`` alone.
 
     Attributes:
         trace: of training.
@@ -61,7 +52,7 @@ class Record:
         summary: what summary.json holds, once it is written.
     """
 
-    def __init__(self, directory: Path, backends: Backends | None = None, gpus: int = 1) -> None:
+    def __init__(self, directory: Path, config: BaseConfig | None = None) -> None:
         self.directory = directory
         self.trace, self.before = Trace(), Trace()
         self.evaluations: dict[int, float] = {}
@@ -70,8 +61,7 @@ class Record:
         self.summary: dict[str, Any] = {}
         self._rewards = RewardCounts()
         self._untaught = 0
-        self._backends = backends or Backends()
-        self._gpus = gpus
+        self._config = config
         self._tracker: Tracker | None = None
         self._writers: dict[str, TraceWriter] = {}
 
@@ -165,8 +155,12 @@ class Record:
         resumes = "resumed" in self.trace.meta
         kept = {k: v for k, v in self.trace.meta.items() if k in ("gaps", "resumed", "started", _EARLIER)}
         self.trace.meta, self.before.meta = {**meta, **kept}, dict(meta)
-        to, upto = self._backends, self.steps if resumes else None
-        self._tracker = Tracker(self.directory, to.names, to.project, self.directory.name, to.config, upto=upto)
+        upto = self.steps if resumes else None
+        if self._config is None:
+            self._tracker = Tracker(self.directory, upto=upto)
+        else:
+            shown, to = redact_values(self._config.model_dump(mode="json")), self._config.tracking
+            self._tracker = Tracker(self.directory, to.backends, to.project, self.directory.name, shown, upto)
         self._write(TRACE, self.trace)
         if self.before.spans:
             self._write(EVALUATIONS, self.before)
@@ -220,7 +214,7 @@ class Record:
         if ended:
             # A long run is not read again from its beginning.
             metrics = {**metrics, **step_metrics(Trace(self.trace.spans[-window:], meta=self.trace.meta), step)}
-            metrics = {**metrics, **throughput(metrics, self._gpus)}
+            metrics = {**metrics, **throughput(metrics, 1 if self._config is None else self._config.gpus)}
             self._look_for_advantages(step, metrics)
         self._take(step, metrics)
         assert self._tracker is not None

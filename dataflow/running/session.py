@@ -26,19 +26,19 @@ from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.planning.planner import name_of
 from dataflow.running.attempt import Attempt
-from dataflow.running.auto import AutoPolicy, facts_of, within
 from dataflow.running.directory import locked, make_directory, remove_temporary
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.preparation import Preparation
-from dataflow.running.record import TRACE, Backends, Record
+from dataflow.running.record import TRACE, Record
 from dataflow.running.remains import stopped
+from dataflow.running.replanning import AutoPolicy, facts_of, load_schedule, within
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.reward_counts import Stats
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.summary import SUMMARY, complete
 from dataflow.system import clock
 from dataflow.system.loopback import ADDRESS, ray_stays_on_loopback
-from dataflow.system.secrets import redact, redact_values
+from dataflow.system.secrets import redact
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import report
 from dataflow.usercode.failures import causes_of
@@ -79,7 +79,6 @@ class Session:
         self.directory = directory or Path()
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
-        self._facts: dict[str, Any] = {}
         self.record = Record(self.directory)
         self._served: ServedModels | None = None
 
@@ -87,10 +86,6 @@ class Session:
     def graph(self) -> TaskGraph:
         """The run's tasks, from the step on that it has reached."""
         return self._prepared.graph
-
-    def expand(self, first: int = 1) -> TaskGraph:
-        """Returns the run's task graph from a step on (and keeps it)."""
-        return self._prepared.expand(first)
 
     def run(self) -> dict[str, Any]:
         """Runs to the end; returns the content of summary.json.
@@ -101,7 +96,9 @@ class Session:
         """
         if not self._resumes:
             self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
-        config, record = self.config, self._make_record()
+        config = self.config
+        config.name, config.runs = self.directory.name, str(self.directory.parent)
+        record = self.record = Record(self.directory, config)
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
         with stopping, locked(self.directory):
             remove_temporary(self.directory)
@@ -118,10 +115,11 @@ class Session:
                     if self._resumes:
                         record.load()
                         point = self._newest()
-                    with self._cluster(), self._judges(), self._models():
+                    with self._services():
                         self._train(point)
                 # Once more, with the total time, now that everything has ended.
-                record.write_summary(total_s=record.total_s(self.progress.elapsed_s), **self._facts)
+                facts = {} if self._served is None else self._served.facts()
+                record.write_summary(total_s=record.total_s(self.progress.elapsed_s), **facts)
             except BaseException as error:
                 if isinstance(error, UserError) and not self._resumes and not (self.directory / TRACE).exists():
                     shutil.rmtree(self.directory)  # the run could not start (no cluster at that address)
@@ -130,46 +128,18 @@ class Session:
                     self._end(error)  # something could not be closed, or no attempt began
                 if isinstance(error, KeyboardInterrupt):
                     raise Interrupted(stopped(self.directory, record.steps, self.graph.steps)) from None
-                if isinstance(error, RunError):
-                    self._keep_traceback(error)
                 error.add_note(stopped(self.directory, record.steps, self.graph.steps))
                 raise
         return record.summary
 
-    @property
-    def summary(self) -> dict[str, Any]:
-        """What summary.json holds; empty before the end of the run."""
-        return self.record.summary
-
-    def _make_record(self) -> Record:
-        config = self.config
-        config.name, config.runs = self.directory.name, str(self.directory.parent)
-        shown = redact_values(config.model_dump(mode="json"))
-        backends = Backends(config.tracking.backends, config.tracking.project, shown)
-        self.record = Record(self.directory, backends, config.gpus)
-        return self.record
-
-    def _keep_traceback(self, error: RunError) -> None:
-        """Moves the traceback of another process, a note of the error's cause, into a file that the error names."""
-        notes = getattr(error.__cause__, "__notes__", None)
-        if not notes:
-            return
-        path = self.directory / "error.log"
-        try:
-            path.write_text(redact("\n".join(notes)) + "\n", encoding="utf-8")
-        except OSError:
-            return  # it stays a note
-        notes.clear()
-        error.add_note(f"its traceback is in {path}")
-
     def _newest(self) -> Checkpoint | None:
         """Returns the checkpoint that the run resumes from, with the record cut there; None to begin."""
-        self._prepared.directory = self.directory  # a graph that is made from here on keeps the policies so far
         point = CheckpointStore(self.directory / "checkpoints").newest()
         if self.config.policy.auto:
             first = min(point.step + 1, self.config.steps) if point else 1
-            self._prepared.schedule = within(self._prepared.schedule_of(self.directory), self.config.policy, first)
-            self.expand(first=first)
+            schedule = load_schedule(self.directory) or self._prepared.schedule
+            self._prepared.schedule = within(schedule, self.config.policy, first)
+            self._prepared.expand(first)
         early = frozenset(s.name for s in self.graph.pipeline.stages if any(r.lag == "carried" for r in s.reads))
         self.record.cut(point.step if point else 0, early, self.graph.sampled_ahead(point.step) if point else 0)
         return point
@@ -194,39 +164,28 @@ class Session:
                 )
 
     @contextlib.contextmanager
-    def _cluster(self) -> Iterator[None]:
-        """Joins the cluster of the configuration, before anything is started for its services."""
-        if self.config.executor != "ray" or self.config.ray.address is None:
-            yield
-            return
-        with joined(self.config.ray.address):
-            yield
+    def _services(self) -> Iterator[None]:
+        """Joins the cluster, starts a stand-in for each judge without an address, and serves the reward models.
 
-    @contextlib.contextmanager
-    def _judges(self) -> Iterator[None]:
-        """Runs a stand-in for each judge that has no address; its agent finds the address in its section."""
+        Agents find the addresses in their sections.
+        """
+        config = self.config
         with contextlib.ExitStack() as stack:
+            if config.executor == "ray" and config.ray.address is not None:
+                stack.enter_context(joined(config.ray.address))
             for name, judge in self._prepared.stand_ins.items():
                 from dataflow.rewards.judge.server import start_judge
 
                 # Its agent is beside it, unless the configuration gives it other nodes.
-                address = own_address() if name in self.config.ray.nodes else ADDRESS
-                server = start_judge(judge.latency, judge.time_scale, self.config.seed, address)
+                address = own_address() if name in config.ray.nodes else ADDRESS
+                server = start_judge(judge.latency, judge.time_scale, config.seed, address)
                 judge.url = stack.enter_context(server).url
-            yield
+            if isinstance(config, RunConfig) and config.reward.models:
+                from dataflow.running.services.served_models import ServedModels
 
-    @contextlib.contextmanager
-    def _models(self) -> Iterator[None]:
-        """Serves the reward models that have no address; the agents find the addresses in their sections."""
-        if not isinstance(self.config, RunConfig) or not self.config.reward.models:
+                models = ServedModels(config, self.directory, self._lose, self._prepared.agents)
+                self._served = stack.enter_context(models)
             yield
-            return
-        from dataflow.running.services.served_models import ServedModels
-
-        with ServedModels(self.config, self.directory, self._lose, self._prepared.agents) as served:
-            self._served = served
-            yield
-            self._facts = served.facts()
 
     def _lose(self, error: RunError) -> None:
         """Ends the run with an error; may be called from any thread."""
@@ -242,7 +201,7 @@ class Session:
         self._cancel, self._lost = partial(loop.call_soon_threadsafe, main.cancel), None
         record = self.record
         # Again, as the judge's address is known now. Of a run that has made its steps the last one's graph says enough.
-        graph = self.expand(first=min(point.step + 1, self.config.steps) if point else 1)
+        graph = self._prepared.expand(min(point.step + 1, self.config.steps) if point else 1)
         options = self.config.policy
         auto = (
             AutoPolicy(options, graph, self._prepared.schedule, self.config.optimizer_steps, record)

@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 
 from dataflow.api.run import run
+from dataflow.batch import Batch
 from dataflow.config.base import PipelineConfig
 from dataflow.errors import DataError, RunError, ServiceLost, StageFailed
-from dataflow.graph import Pipeline, TaskInfo, stage
+from dataflow.graph import Hosted, Pipeline, TaskInfo, stage
+from dataflow.reward_agent import RewardAgent
+from dataflow.rewards.ledger import Ledger
+from dataflow.rewards.slots import Limits
 from dataflow.running import session
 from dataflow.running.attempt import Attempt
 from dataflow.running.record import Record
 from dataflow.running.session import Session
+from dataflow.stages.reward import reward_collect, reward_request
 from tests.rigs.logs import logged
 
 LOST = RunError("the judge ended")
@@ -51,7 +56,8 @@ def test_an_attempt_that_fails_leaves_its_record_whatever_its_agents_say(
         _served=None, inputs={}, directory=tmp_path, record=Record(tmp_path),
         progress=SimpleNamespace(stop=lambda: None, elapsed_s=1.0),
         config=SimpleNamespace(steps=1, policy=SimpleNamespace(auto=False)),
-        expand=lambda first: SimpleNamespace(steps=1), _meta=lambda: {"status": "running", "started": 0.0},
+        _prepared=SimpleNamespace(expand=lambda first: SimpleNamespace(steps=1)),
+        _meta=lambda: {"status": "running", "started": 0.0},
     )  # fmt: skip
 
     attempt = Failing(None if ended_by == "agent" else lambda: run._lose(LOST))
@@ -106,3 +112,57 @@ def test_a_run_goes_back_when_a_service_dies_and_records_each_step_once(
     assert [(row["step"], row["value"]) for row in done.metrics] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     assert [span.task for span in done.trace.spans] == [f"train[{step}]" for step in (1, 2, 3, 4)]
     assert (done.summary["status"], done.summary["resumed"]) == ("finished", [0])
+
+
+def test_auto_begins_then_begins_again_with_what_the_ledger_holds_then_goes_on(tmp_path: Path) -> None:
+    asked, broken = list[str](), [True]
+
+    async def score(solution_str: str, **_: Any) -> float:
+        if broken and solution_str.startswith("2."):
+            await asyncio.sleep(0.2)  # the ledger gets the answers before it
+            raise ValueError("out of order")
+        asked.append(solution_str)
+        return 1.0
+
+    @stage(writes="responses", on="gpu", role="samples")
+    def draw(numbers: list[int], *, task: TaskInfo) -> Batch:
+        texts = [f"{task.step}.{number}" for number in numbers]
+        columns = {"data_source": ["d"] * 2, "ground_truth": ["1"] * 2, "response_text": texts}
+        return Batch(numbers, {**columns, "extra_info": [{}, {}]})
+
+    @stage(writes="seen", on="gpu", role="trains")
+    def train(rewards: Batch) -> int:
+        return len(rewards)
+
+    def agent() -> RewardAgent:
+        return RewardAgent(score, limits=Limits(1), ledger=Ledger(str(tmp_path / "rewards.sqlite"), run="a", own=True))
+
+    host = Hosted("reward", agent, concurrent=True)
+    stages = [draw, reward_request.bind(agent=host), reward_collect.bind(agent=host), train]
+    pipeline = Pipeline(stages, ["numbers"], {"gpu": 1, "controller": 1, "reward": None})
+
+    def begin(steps: int) -> Any:
+        keys: dict[str, Any] = {"name": "a", "runs": str(tmp_path), "resume": "auto", "policy": "baseline"}
+        return run(pipeline, inputs={"numbers": lambda step: [1, 2]}, steps=steps, **keys)
+
+    with pytest.raises(StageFailed, match="out of order"):
+        begin(2)
+    broken.clear()
+    assert begin(2).summary["rewards"]["cached"] == 2
+    assert sorted(asked) == ["1.1", "1.2", "2.1", "2.2"]
+    assert begin(2).summary["status"] == "finished"
+    assert len(asked) == 4, "it was complete"
+
+
+def test_scores_that_count_as_equal_are_told_once(tmp_path: Path) -> None:
+    @stage(writes="seen", on="gpu", role="trains")
+    def train(numbers: list[int], *, task: TaskInfo) -> list[int]:
+        task.log({"reward/indistinct": 3.0, "actor/skipped_updates": float(task.step == 2)})
+        return numbers
+
+    with logged() as warnings:
+        run(Pipeline([train], ["numbers"]), inputs={"numbers": lambda step: [step]}, steps=3, runs=str(tmp_path))
+    assert [text.partition(":")[0] + text.partition(":")[2].partition(":")[0] for text in warnings] == [
+        "step 1 reward/indistinct is 3",
+        "step 2 actor/skipped_updates is 1",
+    ]

@@ -77,7 +77,7 @@ def url() -> Iterator[str]:
 @pytest.mark.heavy
 @pytest.mark.timeout(240)
 def test_the_model_is_awake_only_while_it_scores_and_nothing_else_runs_then(
-    url: str, tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url: str, tiny_qwen: Path, tmp_path: Path
 ) -> None:
     keys = ["policy=both", f"model.path={tiny_qwen}", f"runs={tmp_path}", f"reward.models.rm.url={url}"]
     assert main(["run", PIPELINE, *SMALL, *keys, "reward.models.rm.placement=colocated"]) == 0
@@ -97,9 +97,6 @@ def test_the_model_is_awake_only_while_it_scores_and_nothing_else_runs_then(
     for s in trace.on("gpu"):
         if s not in scoring:
             assert not any(s.begin < end and s.end > begin for begin, end in zip(woken, slept, strict=True)), s.stage
-    capsys.readouterr()
-    assert main(["plan", str(tmp_path / "a")]) == 0
-    assert "baseline" in capsys.readouterr().out
 
 
 def pipeline(*keys: str) -> Any:
@@ -109,21 +106,12 @@ def pipeline(*keys: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("policy", [*PRESETS, "both+stream"])
-def test_every_policy_runs_with_it(policy: str, staleness: int) -> None:
-    from dataclasses import replace
-
-    graph = expand(
-        pipeline("reward.models.rm.placement=colocated", "val.every=3"),
-        replace(preset(policy, 4), max_staleness=staleness),
-        steps=6,
-        mini_batches=4,
-        groups=16,
-    )
-    for seed in range(3):
-        trace, _ = simulate(graph, RandomCosts(seed, 16))
-        check_trace(trace, graph)
+def test_every_policy_runs_with_it(policy: str) -> None:
+    made = pipeline("reward.models.rm.placement=colocated", "val.every=3")
+    graph = expand(made, preset(policy, 4), steps=6, mini_batches=4, groups=16)
+    trace, _ = simulate(graph, RandomCosts(0, 16))
+    check_trace(trace, graph)
 
 
 def test_the_stages_that_ask_are_on_the_gpus_and_wait_for_the_whole_rollout() -> None:

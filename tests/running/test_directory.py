@@ -8,14 +8,7 @@ import pytest
 
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
-from dataflow.running.directory import (
-    LOCK,
-    check_directory,
-    check_unlocked,
-    locked,
-    make_directory,
-    remove_temporary,
-)
+from dataflow.running.directory import LOCK, check_directory, locked, make_directory, remove_temporary
 
 
 def config_of(runs: Path, mode: str) -> RunConfig:
@@ -54,20 +47,6 @@ def test_files_aside_of_killed_processes_are_removed(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     remove_temporary(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == [LOCK, "metrics.jsonl.7", "trace.json"]
-
-
-def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / LOCK).mkdir()  # not by permissions, which root does not heed
-    with pytest.raises(ConfigError, match=r"cannot be written \(Is a directory\); make it writable, or copy it"):
-        check_unlocked(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be written"), locked(tmp_path):
-        raise AssertionError
-
-
-def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"^runs=.*/file/runs: cannot write there: Not a directory\.$"):
-        make_directory(config_of(tmp_path / "file" / "runs", "never"), "x")
 
 
 def test_a_run_that_is_going_on_is_named_with_its_process(tmp_path: Path) -> None:

@@ -53,17 +53,6 @@ def test_evaluations_samples_and_checkpoints_follow_the_stages_of_the_step() -> 
     assert pipeline.resources == SLOTS
 
 
-def test_what_is_off_is_not_in_the_pipeline() -> None:
-    pipeline = made("val.every=0", "checkpoint.every=0")
-    assert [each.name for each in pipeline.stages] == ["respond", "train", "keep"]
-    assert pipeline.inputs == ("prompts",)
-
-
-def test_without_an_evaluation_the_held_out_prompts_are_no_input() -> None:
-    config = config_of("val.every=3", "checkpoint.every=0")
-    assert recipe_pipeline(config, [respond], resources=SLOTS).inputs == ("prompts",)
-
-
 def test_checkpoints_need_a_trained_service() -> None:
     with pytest.raises(PipelineError, match="no stage trains a hosted service"):
         made("checkpoint.every=4", update=replace(train.bind(trainer=TRAINER), role=None))

@@ -127,14 +127,6 @@ def test_the_summary_of_a_killed_run_is_made_from_its_files_and_is_of_its_last_a
     assert finish_killed(killed, "failed", STEPS).startswith(f"stopped after {STEPS - 1} of {STEPS} steps")
 
 
-def test_what_the_agents_have_used_since_the_last_row_is_in_the_summary(killed: Path) -> None:
-    record = go_on(killed)
-    train(record, POINT + 1)
-    record.end("interrupted", 1.0, {"reward": {"tokens": 17, "hedged": 2}})
-    counts = read_summary(killed)["rewards"]
-    assert (counts["tokens"], counts["hedged"]) == (10 * POINT + 17, 2)
-
-
 @pytest.mark.parametrize("file", ["trace.json", EVALUATIONS, "metrics.jsonl", SUMMARY])
 def test_a_run_goes_on_without_a_file_that_cannot_be_read(killed: Path, file: str) -> None:
     (killed / file).write_text("[1")
@@ -158,19 +150,9 @@ def test_an_evaluation_that_was_not_scored_before_the_kill_is_said(tmp_path: Pat
         assert sentence or not warnings
 
 
-def test_metrics_that_end_before_the_checkpoint_are_said(killed: Path) -> None:
-    record = Record(killed)
-    record.load()
-    with logged() as warnings:
-        record.cut(STEPS, frozenset(), 0)
-        assert warnings == []
-        record.cut(STEPS + 1, frozenset(), 0)
-    assert f"metrics.jsonl ends in step {STEPS}, but the checkpoint is of step {STEPS + 1}: " in warnings[0]
-
-
 @pytest.mark.parametrize(
     ("most", "warned"),
-    [([0, 0, 0, 0, 0], ["steps 1 to 3 trained nothing"]), ([0, 0, 0.5, 0, 0], []), ([1, 0, 0, 0], ["steps 2 to 4"])],
+    [([0, 0, 0, 0, 0], ["steps 1 to 3 trained nothing"]), ([0, 0, 0.5, 0, 0], [])],
 )
 def test_steps_that_train_nothing_are_said_once(most: list[float], warned: list[str], tmp_path: Path) -> None:
     record = opened(tmp_path)

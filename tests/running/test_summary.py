@@ -56,30 +56,11 @@ def test_an_evaluation_is_the_mean_over_all_its_samples() -> None:
     assert evaluation_in({"val-aux/failed": 3.0}) is None
 
 
-def test_the_evaluation_before_training_is_in_no_mean_after_it() -> None:
-    for evaluations in ({0: 0.1, 2: 0.5, 4: 0.7}, {0: 0.1, 4: 0.7}):
-        summary = ended(evaluations)
-        assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.7)
-        assert summary["accuracy_mean_last_3"] is None
-        assert "mean of" not in end_table(summary)
-    assert ended({0: 0.1})["accuracy_after"] is None
-    assert "after" not in end_table(ended({0: 0.1}))
-
-
-def test_the_time_in_all_stands_beside_that_of_training() -> None:
-    summary = ended({})
-    assert (summary["total_s"], summary["wall_s"], summary["step_s"]) == (92.0, 78.0, 39.0)
-    table = shown(summary)
-    assert "time in all 92.0 s (from the command to the end of its services)" in table
-    assert "training 78.0 s (39.00 s a step)" in table
-
-
 @pytest.mark.parametrize(
     ("written", "said"),
     [
         (None, "stopped after 0 of 7 steps; 'dataflow run' with name={1} and resume=auto begins it again; its files"),
         ({"status": "failed", "steps": 3}, "stopped after 3 of 7 steps; 'dataflow run' with name={1} and resume=auto"),
-        ({"status": "finished", "steps": 3}, "stopped after 3 of 7 steps; "),  # resumed to more steps, and killed
         ({"status": "finished", "steps": 7}, "finished before that, and its files in {0} are complete"),
     ],
 )
@@ -91,7 +72,3 @@ def test_what_is_said_of_a_run_whose_process_was_killed(
     assert finish_killed(tmp_path, "failed", 7).startswith(said.format(tmp_path, tmp_path.name))
     status = json.loads((tmp_path / "summary.json").read_text())["status"]
     assert status == (written["status"] if written else "failed")
-
-
-def test_a_killed_run_whose_summary_cannot_be_written_is_said_to_have_stopped(tmp_path: Path) -> None:
-    assert finish_killed(tmp_path / "gone", "failed", 5).startswith("stopped, and its summary cannot be written (")

@@ -1,10 +1,10 @@
-"""Memory that a run needs, estimated from the sizes of its models: per GPU, of the CPU, and of its checkpoints.
+"""Memory that a run needs, estimated from the sizes of its models: per GPU, and of its checkpoints on disk.
 
 Of a model that is trained, the weights have 4 bytes a parameter (2 in bfloat16), and each weight with a gradient, which
 are all or those of a LoRA adapter, as many for it while an update computes and for each value that the optimizer keeps
 (AdamW's two moments); sharded over the ranks of the trainer, or of a copy (fsdp_size). A pass computes with copies, of
 which the embeddings and two layers are whole at a time, and keeps the logits and one activation a layer (gradient
-checkpointing), or all activations. vLLM takes its share of a GPU, of which the KV cache is what its weights leave.
+checkpointing), or all activations. vLLM takes its share of a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Part:
         works: more while it computes.
         sleeps: whether it frees what it holds while others compute.
         share: of the GPU's memory that it takes whatever its model; 0 for what the model needs.
-        cached: bytes of its KV cache for a token; 0 if it keeps none between its calls.
     """
 
     name: str
@@ -46,15 +45,10 @@ class Part:
     works: float = 0.0
     sleeps: bool = False
     share: float = 0.0
-    cached: float = 0.0
 
     def holds(self, total: float) -> float:
         """Returns the bytes that it holds on a GPU of that many."""
         return max(self.held, self.share * total)
-
-    def tokens(self, total: float) -> int:
-        """Returns the tokens that its KV cache has room for on a GPU of that many bytes."""
-        return int(max(0.0, self.share * total - self.held) / self.cached) if self.cached else 0
 
 
 @dataclass(frozen=True)
@@ -63,13 +57,11 @@ class Need:
 
     Attributes:
         pools: the services on each GPU of a pool, by the pool's name.
-        cpu: bytes of CPU memory, on all machines together.
         checkpoint: bytes of one checkpoint.
         model: bytes of the exported model, at most.
     """
 
     pools: Mapping[str, Sequence[Part]]
-    cpu: float
     checkpoint: float
     model: float
 
@@ -85,33 +77,25 @@ def need_of(config: Any, hosts: Mapping[str, Hosted]) -> Need:
         ModelError: a model's configuration cannot be read.
         NotChecked: a model's size cannot be told from its configuration.
     """
-    shared = config.placement == "colocated"
     pools: dict[str, list[Part]] = {}
-    cpu = checkpoint = model = 0.0
+    checkpoint = model = 0.0
     for name, host in hosts.items():
-        loads = host.factory in (TRAINER, CRITIC, _TEACHER) or (name == "rollout" and host.factory != SERVERS)
-        if not loads:
+        if host.factory not in (TRAINER, CRITIC, _TEACHER) and (name != "rollout" or host.factory == SERVERS):
             continue
         size = size_of(host.options.get("model") or config.model.path)
-        whole = float(size.parameters)
         if host.factory == _TEACHER:
-            part, pool = Part("teacher", 4 * whole / host.ranks + _IDLE, _gathered(size)), "teacher GPU"
+            part, pool = Part("teacher", 4.0 * size.parameters / host.ranks + _IDLE, _gathered(size)), "teacher GPU"
         elif name == "rollout":
             part, pool = _engine(config, host, size), "rollout GPU"
-            cpu += 2 * whole if part.sleeps and part.share else 0  # its weights, while it sleeps
         else:
-            part, pool = _trained(config, host, size), "training GPU"
-            own, width = _options(host), _WIDTHS[_options(host).model_dtype]
-            saved = trained_of(own, size) * (width + state_of(own)) if config.checkpoint.every else 0
-            checkpoint += saved  # frozen weights are in no checkpoint
-            cpu += saved + width * whole  # the copy for it, and that for the engine
-            cpu += width * whole if own.param_offload else 0
-            cpu += trained_of(own, size) * state_of(own) if own.optimizer_offload else 0
-            if host.options.get("reference") and own.lora.rank is None:  # the weights beside an adapter are it
-                cpu += width * whole  # while it does not compute
-            model += 4 * whole if host.factory == TRAINER and config.checkpoint.export else 0
-        pools.setdefault("GPU" if shared and pool != "teacher GPU" else pool, []).append(part)
-    return Need(pools, cpu, checkpoint, model)
+            part, pool, own = _trained(config, host, size), "training GPU", _options(host)
+            if config.checkpoint.every:  # without the weights that are frozen
+                checkpoint += trained_of(own, size) * (_WIDTHS[own.model_dtype] + state_of(own))
+            if host.factory == TRAINER and config.checkpoint.export:
+                model = 4.0 * size.parameters
+        shared = config.placement == "colocated" and pool != "teacher GPU"
+        pools.setdefault("GPU" if shared else pool, []).append(part)
+    return Need(pools, checkpoint, model)
 
 
 def peak(parts: Sequence[Part], total: float) -> float:
@@ -124,12 +108,8 @@ def shown(parts: Sequence[Part], total: float) -> str:
     """Returns what each service takes of a GPU of ``total`` bytes, as a clause."""
     clauses = []
     for part in parts:
-        text = f"{part.name} {gib(part.holds(total))}"
-        if part.works:
-            text += f", computing {gib(part.holds(total) + part.works)}"
-        if tokens := part.tokens(total):
-            text += f" with a KV cache of {tokens:,} tokens"
-        clauses.append(text)
+        computing = f", computing {gib(part.holds(total) + part.works)}" if part.works else ""
+        clauses.append(f"{part.name} {gib(part.holds(total))}{computing}")
     return "; ".join(clauses)
 
 
@@ -141,12 +121,9 @@ def _engine(config: Any, host: Hosted, size: Size) -> Part:
         rows = config.data.prompts * config.engine.n
         tokens = rows * (config.data.max_prompt_length + config.response_length)
         return Part("rollout", 4.0 * size.parameters + _IDLE, 4.0 * size.cached * tokens)
-    workers = config.engine.tensor_parallel
-    held, cached = 2 * size.parameters / workers + _ENGINE_WORK, 2 * size.cached / workers
-    sleeps = config.placement == "colocated"
-    if (given := options.get("kv_cache_bytes")) is not None:
-        return Part("rollout", held + given, sleeps=sleeps)
-    return Part("rollout", held, sleeps=sleeps, share=options["gpu_memory"], cached=cached)
+    held = 2 * size.parameters / config.engine.tensor_parallel + _ENGINE_WORK
+    given, sleeps = options.get("kv_cache_bytes"), config.placement == "colocated"
+    return Part("rollout", held + (given or 0), sleeps=sleeps, share=0.0 if given else options["gpu_memory"])
 
 
 def _options(host: Hosted) -> TrainedConfig:

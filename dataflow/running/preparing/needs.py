@@ -18,8 +18,8 @@ from dataflow.executors.ray.nodes import check_count, visible_gpus
 from dataflow.rewards.judge.client import check_judge
 from dataflow.rewards.naming import keyed
 from dataflow.running.preparing.check import Check
-from dataflow.running.preparing.machine import GIB, GpuMemory, cpu_memory, free_disk, gib, gpu_memory
-from dataflow.running.preparing.memory import Need, Part, need_of, peak, shown
+from dataflow.running.preparing.machine import GIB, free_disk, gib, gpu_memory
+from dataflow.running.preparing.memory import Need, need_of, peak, shown
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.system.extras import mismatched, not_installed
 
@@ -73,7 +73,6 @@ def needs(prepared: Preparation, patience_s: float) -> list[Check]:
     found.append(Check("memory", lambda: _estimate(prepared, need), ("model", *config.trained)))
     if gpus and not joins:
         found.append(Check("GPU memory", lambda: _check_gpu_memory(config, need[0]), ("memory",)))
-        found.append(Check("CPU memory", lambda: _check_cpu_memory(need[0]), ("memory",)))
     return [*found, Check("disk", lambda: _check_disk(config, need), ("directory",))]
 
 
@@ -98,40 +97,19 @@ def _check_gpu_memory(config: RunConfig, need: Need) -> str:
         sizes = (f"{part.name} {gib(part.held + part.works)}" + (" and its KV cache" if part.share else "")
                  for parts in need.pools.values() for part in parts)  # fmt: skip
         raise NotChecked(f"{reason}: {', '.join(sizes)} a GPU by estimate") from None
-    return "; ".join(_fits(config, pool, parts, gpus) for pool, parts in need.pools.items())
-
-
-def _fits(config: RunConfig, pool: str, parts: Sequence[Part], gpus: list[GpuMemory]) -> str:
-    """Checks that services fit on each GPU of a pool; any of the machine's may be one of it."""
-    least = min(gpus, key=lambda gpu: gpu.total - gpu.used)
-    total, most = least.total, peak(parts, least.total)
-    facts = f"{pool}: {shown(parts, total)}; at most {gib(most)} of {gib(total)}"
-    if most > total - least.used:
-        used = f", of which other processes use {gib(least.used)}" if least.used > total / 100 else ""
-        raise ConfigError(
-            f"{facts}{used}: too much for GPU {least.gpu}; give more ranks (trainer.world_size), lower "
-            "trainer.micro_batch_size (or give trainer.max_tokens_per_gpu) or engine.gpu_memory, or give "
-            "trainer.param_offload and optimizer_offload, or trainer.lora.rank."
-        )
-    longest = config.data.max_prompt_length + config.response_length
-    for part in parts:
-        if part.share and part.tokens(total) < longest:
+    least = min(gpus, key=lambda gpu: gpu.total - gpu.used)  # any of the machine's may be one of a pool
+    total, found = least.total, []
+    for pool, parts in need.pools.items():
+        most = peak(parts, total)
+        found.append(f"{pool}: {shown(parts, total)}; at most {gib(most)} of {gib(total)}")
+        if most > total - least.used:
+            used = f", of which other processes use {gib(least.used)}" if least.used > total / 100 else ""
             raise ConfigError(
-                f"engine.gpu_memory={part.share:g}: of {gib(part.share * total)}, weights and activations leave "
-                f"room for {part.tokens(total):,} tokens, and a sample may have {longest:,}; raise it, or give "
-                "engine.tensor_parallel."
+                f"{found[-1]}{used}: too much for GPU {least.gpu}; give more ranks (trainer.world_size), lower "
+                "trainer.micro_batch_size (or give trainer.max_tokens_per_gpu) or engine.gpu_memory, or give "
+                "trainer.param_offload and optimizer_offload, or trainer.lora.rank."
             )
-    return facts
-
-
-def _check_cpu_memory(need: Need) -> str:
-    there, what = cpu_memory(), "copies of weights and optimizer for checkpoints and the engine"
-    if need.cpu > there:
-        raise ConfigError(
-            f"{what} take about {gib(need.cpu)}, and this machine has {gib(there)}; take a machine with more, several, "
-            "or checkpoint.every=0."
-        )
-    return f"about {gib(need.cpu)} of {gib(there)}, for {what}"
+    return "; ".join(found)
 
 
 def _check_disk(config: RunConfig, need: Sequence[Need]) -> str:

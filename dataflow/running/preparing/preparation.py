@@ -21,12 +21,12 @@ from dataflow.planning.auto import opening
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.rewards.managers import scores_alone
 from dataflow.rewards.naming import JUDGE, MAIN, keyed
-from dataflow.running.auto import FILE, load_schedule, policies_of
 from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check
 from dataflow.running.preparing.data import Data, check_same, check_truths
 from dataflow.running.preparing.models import check_fits, settle_models, settle_trained
 from dataflow.running.preparing.remarks import remarks
+from dataflow.running.replanning import load_schedule, policies_of
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import CRITIC, REWARD, TRAINER, circumstances, gpus_of, sampling_of
@@ -46,6 +46,7 @@ class Preparation:
 
     Attributes:
         graph: the run's tasks, once the checks have made it.
+        schedule: the policies of the steps: those that a run has had so far, if it changes them, and the last one.
         inputs: the pipeline's input fields, a function of the step each, likewise.
         digests: hashes of what decides the samples of each step (:meth:`Data.digests`), likewise.
         data: the prompts of a run with a language model.
@@ -68,7 +69,14 @@ class Preparation:
         self.module = module
         self.directory = directory
         self.policy: SchedulingPolicy = config.policy.resolve(config.optimizer_steps)
-        self.schedule = self.schedule_of(directory)
+        known = load_schedule(directory) if directory is not None and config.policy.auto else None
+        if known is not None and (order := known.changes[0][1].order) != self.policy.order:
+            raise ConfigError(
+                f"policy.order={self.policy.order}: the run was begun with policy.order={order}, which holds for all "
+                "its steps; leave it out."
+            )
+        self.schedule = known or PolicySchedule(((1, self.policy),))
+        self._opens = config.policy.auto and known is None
         self.data = Data()
         self._progress, self._patience_s = progress, patience_s
 
@@ -105,27 +113,11 @@ class Preparation:
         """The judges that the run has to start, as they have no address."""
         return {name: judge for name, judge in self.judges.items() if judge.url is None}
 
-    def schedule_of(self, directory: Path | None) -> PolicySchedule:
-        """Returns the policies of the steps: those that a run has had so far, if it changes them, and the last one."""
-        known = load_schedule(directory) if directory is not None and self.config.policy.auto else None
-        if known is None:
-            return PolicySchedule(((1, self.policy),))
-        if (order := known.changes[0][1].order) != self.policy.order:
-            raise ConfigError(
-                f"policy.order={self.policy.order}: the run was begun with policy.order={order}, which holds for all "
-                "its steps; leave it out."
-            )
-        return known
-
     def expand(self, first: int = 1) -> TaskGraph:
         """Returns the run's task graph from a step on (and keeps it)."""
         config = self.config
-        pipeline = pipeline_of(self.module, config)
-        if config.policy.auto and (self.directory is None or not (self.directory / FILE).exists()):
-            policies = policies_of(pipeline, config.policy, config.optimizer_steps, config.step_groups)
-            self.schedule = opening(policies) if policies else self.schedule  # without one, the graph says why
         self.graph = expand(
-            pipeline,
+            pipeline_of(self.module, config),
             self.schedule,
             config.steps,
             config.optimizer_steps,
@@ -174,13 +166,18 @@ class Preparation:
         return f"{Path(self.config.runs, self.config.name or '')} can be written"
 
     def _build(self) -> str:
-        pipeline, policy = self.expand().pipeline, self.policy
-        if self.config.policy.auto and policy.stream_rollout and not pipeline.streaming:
+        config, policy = self.config, self.policy
+        if self._opens:
+            made = pipeline_of(self.module, config)
+            policies = policies_of(made, config.policy, config.optimizer_steps, config.step_groups)
+            self.schedule = opening(policies) if policies else self.schedule  # without one, the graph says why
+        pipeline = self.expand().pipeline
+        if config.policy.auto and policy.stream_rollout and not pipeline.streaming:
             raise ConfigError("policy.stream_rollout=true: no stage of this pipeline streams; leave it out.")
-        check_nodes(self.config, pipeline.hosts())
-        stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(self.config.steps, 'step')}"
-        stages += f" under {self.config.policy.preset}"
-        if self.config.policy.auto:
+        check_nodes(config, pipeline.hosts())
+        stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(config.steps, 'step')}"
+        stages += f" under {config.policy.preset}"
+        if config.policy.auto:
             return stages
         parts = counted(policy.split, "part")
         return f"{stages} ({parts}, max_staleness {policy.max_staleness})"

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config.engine import EngineConfig
 from dataflow.config.keys.effects import without_effect
 from dataflow.config.reward import sources_of
-from dataflow.config.run import DataConfig, RunConfig
+from dataflow.config.run import RunConfig
 from dataflow.config.toy import toy_critic, toy_trainer
 from dataflow.config.training.critic import CriticConfig
-from dataflow.data.rows import GSM8K, IMAGES
+from dataflow.data.rows import GSM8K
 from dataflow.errors import UserError, counted
 from dataflow.models.directory import chat_template
 from dataflow.models.size import size_of
@@ -41,7 +40,7 @@ def remarks(
         toolbox: the tools that the run offers, if any.
     """
     agents = {s.name: partial(keyed, agent=s.name) for s in sources_of(config) if s.name != MAIN}
-    found = [*toy_settings(config), *without_effect(config, config.given_keys, agents), *_of_steps(config)]
+    found = [*toy_settings(config), *without_effect(config, config.given_keys, agents)]
     found += _of_template(config)
     if toolbox is not None and toolbox.guessed:
         found.append(
@@ -79,21 +78,6 @@ def _tiny(path: str) -> bool:
         return False  # a model that is still to be downloaded, or of another form
 
 
-def _of_steps(config: RunConfig) -> Iterator[str]:
-    draw, estimator = config.engine, config.algorithm.adv_estimator
-    greedy = "engine.top_k=1" if draw.top_k == 1 else "engine.min_p=1" if draw.min_p == 1 else None
-    compares = ESTIMATORS[estimator].against == "group" and "algorithm.adv_estimator" not in config.unread
-    if greedy and compares and draw.n > 1:
-        yield (
-            f"{greedy} takes the likeliest token each time, so that the engine.n={draw.n} responses to a prompt are "
-            f"the same, which algorithm.adv_estimator={estimator} compares; raise top_k or lower min_p."
-        )
-    for name, section in config.trained.items():
-        if isinstance(section, CriticConfig) and section.warmup >= config.steps:
-            steps = counted(config.steps, "step")
-            yield f"{name}.warmup={section.warmup}: in none of the run's {steps} the actor is trained; lower it."
-
-
 def _of_template(config: RunConfig) -> Iterator[str]:
     """Yields what is said of options that the chat template does not read: Jinja takes any name."""
     options, model = config.data.apply_chat_template_kwargs, config.model.path or ""
@@ -122,6 +106,3 @@ def _of_data(config: RunConfig, train: Problems, val: Problems) -> Iterator[str]
             f"data.val_size={most}: of the {there:,} problems of {val.name}, evaluations use the first {most:,}; give "
             f"data.val_size={there} to use all."
         )
-    named = data.image_key != DataConfig.model_fields["image_key"].default
-    if named and not any(row.get(IMAGES) for row in (*train.rows, *val.rows)):
-        yield f"data.image_key={data.image_key} has no effect: no row has images in a column of that name; correct it."

@@ -1,9 +1,9 @@
 """The rows of a run's metrics: in ``metrics.jsonl``, in TensorBoard's files, and in other backends of verl's Tracking.
 
 metrics.jsonl is written first and flushed after each step, so that it has all finished steps of a killed run. A run
-that resumes cuts it off behind its checkpoint, and makes the files of TensorBoard and of verl's file logger again from
-it. A service (W&B, SwanLab, MLflow) cannot cut anything off: the run goes on under the id that it has there, and a step
-that is trained again is logged again.
+that resumes cuts it off behind its checkpoint, and makes TensorBoard's files again from it. A service cannot cut
+anything off: W&B and SwanLab go on with the run under the id that it has there, and get a step that is trained again
+twice.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import json
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, written
@@ -32,17 +31,12 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 IDS = "tracking.json"
-"""File of a run's directory with the environment variables by which the services find the run again."""
+"""File of a run's directory with the ids, by environment variable, under which the services know the run."""
 _BOARD, _LOGGED = "tensorboard", "verl.jsonl"
-_FILES = ("tensorboard", "file")
-"""Backends whose files are in the run's directory."""
 _AXIS = "training/global_step"
 """verl's name of a row's step: the axis of W&B's charts, whose own steps count the rows, as it takes no earlier one."""
 _PACKAGES = ("clearml", "mlflow", "swanlab", "trackio", "wandb")
 """Backends that are packages of the same name."""
-_CHOSEN = {"wandb": "WANDB_RUN_ID", "swanlab": "SWANLAB_RUN_ID"}
-"""Services that take an id which the run chooses; MLflow gives one."""
-_MLFLOW = "MLFLOW_RUN_ID"
 
 
 def check_backends(backends: Sequence[str]) -> None:
@@ -94,18 +88,17 @@ class Tracker:
                 tracking = _open(self.directory, others, project, name, config or {}, upto is not None)
                 self._backends |= dict.fromkeys(tracking.logger, tracking)
             if _BOARD in backends:
-                self._backends[_BOARD] = _TensorBoard(self.directory / _BOARD)
-            self._file: IO[str] | None = (self.directory / METRICS).open("a", encoding="utf-8")
-            for row in before:
-                self._show(row["step"], row, _FILES)
+                board = self._backends[_BOARD] = _TensorBoard(self.directory / _BOARD)
+                for row in before:
+                    board.log(_numbers(row), row["step"])
+            self._file = (self.directory / METRICS).open("a", encoding="utf-8")
 
     def _cut(self, upto: int) -> list[dict[str, Any]]:
-        """Removes the rows of later steps, and what is made again from those that stay, which it returns."""
+        """Removes the rows of later steps, and TensorBoard's files; returns the rows that stay."""
         kept = [row for row in read_metrics(self.directory / METRICS) if row["step"] <= upto]
         with replaced(self.directory / METRICS) as temporary:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         shutil.rmtree(self.directory / _BOARD, ignore_errors=True)
-        (self.directory / _LOGGED).unlink(missing_ok=True)
         return kept
 
     def _written(self) -> AbstractContextManager[None]:
@@ -121,27 +114,19 @@ class Tracker:
         Raises:
             RunError: it cannot be written.
         """
-        if self._file is None:
-            raise ValueError(f"metrics of step {step}: the tracker is closed.")
         row = {"step": step, **finite(metrics)}
         with self._written():
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
-            self._show(step, row)
-
-    def _show(self, step: int, row: Mapping[str, Any], backends: Sequence[str] | None = None) -> None:
-        """Sends the numbers of a row to some backends, by default to all."""
-        numbers = {name: of for name, of in row.items() if isinstance(of, int | float) and name != "step"}
-        for backend, tracking in self._backends.items() if numbers else ():
-            if backends is not None and backend not in backends:
-                continue
-            if backend == "wandb":
-                tracking.log({**numbers, _AXIS: step}, None, backend=[backend])
-            else:
-                tracking.log(numbers, step, backend=[backend])
+            numbers = _numbers(row)
+            for backend, tracking in self._backends.items() if numbers else ():
+                if backend == "wandb":
+                    tracking.log({**numbers, _AXIS: step}, None, backend=[backend])
+                else:
+                    tracking.log(numbers, step, backend=[backend])
 
     def close(self, exit_code: int = 0) -> None:
-        """Flushes and closes everything; a second call does nothing.
+        """Flushes and closes everything.
 
         Args:
             exit_code: of the run, for backends that record it (wandb).
@@ -149,21 +134,12 @@ class Tracker:
         Raises:
             RunError: buffered data cannot be written.
         """
-        file, self._file = self._file, None
-        if file is None:
-            return
         with self._written():
             try:
-                file.close()
+                self._file.close()
             finally:
                 for tracking in self._backends.values():  # here, as verl's __del__ would fail at interpreter exit
                     tracking.finish(exit_code=exit_code)
-
-    def __enter__(self) -> Tracker:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(exit_code=0 if kind is None else 1)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -181,6 +157,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: of for name, of in row.items() if isinstance(of, int | float) and name != "step"}
+
+
 class _TensorBoard:
     """TensorBoard's own writer, as verl's Tracking, whose import takes 7 s of CPU that most runs need for nothing else.
 
@@ -193,7 +173,7 @@ class _TensorBoard:
 
         self._writer = EventFileWriter(str(directory))
 
-    def log(self, data: Mapping[str, float], step: int | None, backend: Sequence[str]) -> None:
+    def log(self, data: Mapping[str, float], step: int | None, backend: Sequence[str] = ()) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -207,22 +187,17 @@ class _TensorBoard:
 def _open(
     directory: Path, backends: Sequence[str], project: str, name: str, config: Mapping[str, Any], resumes: bool
 ) -> Tracking:
-    """Opens verl's backends, in a service as the run that it knows. Imports verl, which takes seconds."""
+    """Opens verl's backends, W&B and SwanLab with the run that they know. Imports verl, which takes seconds."""
     from verl.utils.tracking import Tracking
 
     file = directory / IDS
     known = json.loads(file.read_text()) if resumes and file.exists() else {}
-    ids = {variable: known.get(variable) or secrets.token_hex(8) for variable in _CHOSEN.values()}
-    # An id in the environment is the user's, as some clouds set it, and stays.
-    ids = {name: os.environ.get(name) or own for name, own in {**known, **ids}.items()}
-    places = {"VERL_FILE_LOGGER_PATH": str(directory / _LOGGED)}
-    modes = {name: os.environ.get(name) or "allow" for name in ("WANDB_RESUME", "SWANLAB_RESUME")}
-    # verl's wandb backend always reads config["trainer"]. MLflow has the parameters of a run that goes on, and refuses
-    # one that has changed, such as more steps.
-    config = {"trainer": {}, **({} if _MLFLOW in known else config)}
+    ids = {variable: known.get(variable) or secrets.token_hex(8) for variable in ("WANDB_RUN_ID", "SWANLAB_RUN_ID")}
+    how = {"WANDB_RESUME": "allow", "SWANLAB_RESUME": "allow", "VERL_FILE_LOGGER_PATH": str(directory / _LOGGED)}
     try:
-        with _environment({**places, **modes, **ids}), safe_path():
-            tracking = Tracking(project, name, default_backend=list(backends), config=config)
+        with _environment({**ids, **how}), safe_path():
+            # verl's wandb backend always reads config["trainer"].
+            tracking = Tracking(project, name, default_backend=list(backends), config={"trainer": {}, **config})
     # If a service refuses a key or cannot be reached, its package raises errors of its own.
     except Exception as error:
         reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
@@ -232,9 +207,7 @@ def _open(
     if "wandb" in tracking.logger:
         tracking.logger["wandb"].define_metric(_AXIS, summary="max")
         tracking.logger["wandb"].define_metric("*", step_metric=_AXIS)
-    if "mlflow" in tracking.logger:
-        ids[_MLFLOW] = sys.modules["mlflow"].active_run().info.run_id  # verl has imported it, and begun a run
-    if {*backends} & {*_CHOSEN, "mlflow"}:
+    if {"wandb", "swanlab"}.intersection(backends):
         with replaced(file) as temporary:
             temporary.write_text(json.dumps(ids) + "\n", encoding="utf-8")
     return tracking
@@ -242,14 +215,11 @@ def _open(
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables while verl's constructors read them, so that a second run does not inherit them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    """Sets variables while verl's constructors read them; one that is there is the user's, as on some clouds."""
+    own = {name: value for name, value in values.items() if not os.environ.get(name)}
+    os.environ.update(own)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in own:
+            os.environ.pop(name, None)

@@ -30,32 +30,28 @@ def _served(config: Any) -> dict[str, int]:
 def node_rules(config: BaseConfig) -> dict[str, NodeRule]:
     """Returns the rules for the nodes of services on a cluster, by service."""
     rules = {name: NodeRule(each.labels, each.strategy) for name, each in config.ray.nodes.items()}
-    servers = {f"{name}-{n}": rules[name] for name, count in _served(config).items() if name in rules
-               for n in range(count)}  # fmt: skip
-    return {**rules, **servers}
+    for name, replicas in _served(config).items():
+        if name in rules:
+            rules |= {f"{name}-{number}": rules[name] for number in range(replicas)}
+    return rules
 
 
 def check_nodes(config: BaseConfig, hosts: Mapping[str, Hosted]) -> None:
-    """Checks the rules for the nodes of services and of the reward models that the run serves.
+    """Checks that each rule for nodes is for a service, or for a reward model that the run serves, and has an effect.
 
     Args:
         config: of the run.
         hosts: of the pipeline's services, by name.
 
     Raises:
-        ConfigError: a rule is for neither, for both, or has no effect.
+        ConfigError: one is not.
     """
-    services, models = {CONTROLLER, *hosts}, set(_served(config))
-    known = sorted(services | models)
+    known = sorted({CONTROLLER, *hosts, *_served(config)})
     for name in config.ray.nodes:
         key = f"ray.nodes.{name}"
         if name not in known:
             hint = nearest(name, known) or f"; it has {', '.join(known)}."
             raise ConfigError(f"{key}: the run has no service of that name{hint}")
-        if name in services & models:
-            raise ConfigError(
-                f"{key}: a service and a reward model have that name; give section reward.models.{name} another one."
-            )
         if not on_cluster(config):
             raise ConfigError(f"{key} has no effect, as the run joins no cluster; give ray.address, or leave it out.")
 

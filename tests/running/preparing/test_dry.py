@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dataflow.cli import main
 from dataflow.config.loading.saved import load
 from dataflow.config.run import RunConfig
-from dataflow.errors import counted
-from dataflow.rewards.gsm8k import VERLS_STRICT
 from dataflow.running import dry as dry_run
 from dataflow.running.preparing import needs
 from dataflow.running.preparing.check import make_all
@@ -27,10 +23,8 @@ from tests.rigs.stand_ins import QWEN_05B, show_gpus, write_model
 
 ROOT = Path(__file__).parents[3]
 PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
-PPO = str(ROOT / "pipelines" / "ppo_critic.py")
 PROBLEM = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}
 SIZES = ("data.train_size=200", "data.val_size=8")
-SCORES = f"custom_reward_function.path={ROOT / 'examples' / 'rewards' / 'final_number.py'}"
 Dry = Callable[..., tuple[int, dict[str, str], list[str]]]
 
 
@@ -101,24 +95,17 @@ def test_independent_problems_are_shown_at_once(dry: Dry, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("pipeline", "key", "others"),
     [
-        ("gsm8k_grpo", "runs=file/runs", {"disk"}),
-        ("gsm8k_grpo", "tools.path=no.py", set()),
-        ("gsm8k_grpo", "custom_reward_function.path=no.py", set()),
         ("gsm8k_grpo", "reward.models.rm.path=no/such/dir", {"reward"}),
         ("distill", "teacher.path=no/such/dir", {"inputs", "memory", "prompts"}),
-        ("distill", "model.path=no/such/dir", {"inputs", "memory", "prompts"}),
         ("ppo_critic", "critic.path=/no/where", {"memory"}),
-        ("ppo_critic", "critic.optimizer_impl=no.such.module", {"memory"}),
         ("gsm8k_grpo", "engine.stop=nonsense", {"reward", "inputs"}),
-        ("gsm8k_grpo", "engine.temperature=0", set()),
     ],
 )
 def test_a_wrong_value_is_one_problem_and_what_depends_on_it_has_its_line(
-    pipeline: str, key: str, others: set[str], dry: Dry, model: Path, tmp_path: Path
+    pipeline: str, key: str, others: set[str], dry: Dry, model: Path
 ) -> None:
-    (tmp_path / "file").touch()
-    more = [*SIZES, "engine.rollout=hf", *([] if key.startswith("model") else [f"model.path={model}"])]
-    code, found, problems = dry(*more, key, pipeline=str(ROOT / "pipelines" / f"{pipeline}.py"))
+    keys = [*SIZES, "engine.rollout=hf", f"model.path={model}", key]
+    code, found, problems = dry(*keys, pipeline=str(ROOT / "pipelines" / f"{pipeline}.py"))
     assert code == 2
     assert len(problems) == 1, problems
     for name in others:
@@ -128,11 +115,8 @@ def test_a_wrong_value_is_one_problem_and_what_depends_on_it_has_its_line(
 @pytest.mark.parametrize(
     ("keys", "number"),
     [
-        (("policy=both", "policy.max_staleness=9"), 1),
         (("trainer.mini_batches=4", "trainer=3"), 1),
         (("judge.url=nonsense", "judge.timeout=0"), 2),
-        (("judge.latency=uniform:9:1", "trainer.lr=-1"), 2),
-        (("engine.n=0", "=5"), 1),  # an argument without a key is said alone
     ],
 )
 def test_each_wrong_key_beside_others_of_its_section_is_one_problem(
@@ -145,15 +129,12 @@ def test_each_wrong_key_beside_others_of_its_section_is_one_problem(
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (["engine.top_k=1"], "engine.top_k=1 takes the likeliest token each time, so that the engine.n=8 responses"),
         (["algorithm.lam=0.9"], "algorithm.lam has no effect with algorithm.adv_estimator=grpo; leave it"),
-        (["data.image_key=pictures"], "data.image_key=pictures has no effect: no row has images"),
         (
             ["data.apply_chat_template_kwargs={message: 0, enable_thinkin: false}"],
             "data.apply_chat_template_kwargs.enable_thinkin has no effect: the chat template of model.path=",
         ),
         (["data.train=train.jsonl"], "data.val: no file is given, so that evaluations (val.every=3) use 8 "),
-        (["data.train=train.jsonl", "val.every=0"], None),
         (
             ["data.train=train.jsonl", "data.val=val.jsonl"],
             "data.val_size=512: of the 600 problems of val.jsonl, evaluations use the first 512; give "
@@ -182,19 +163,10 @@ def test_a_start_says_what_a_dry_run_says(
     assert [f"warning: {message}" for message in messages] == [found["settings"]]
 
 
-@pytest.mark.heavy
-def test_what_verls_own_function_does_not_count_is_said_where_it_is_chosen(dry: Dry, tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 40)
-    keys = ["data.train=train.jsonl", "val.every=0", "custom_reward_function.path=pkg://verl.utils.reward_score"]
-    _code, found, _problems = dry(*keys, "custom_reward_function.name=default_compute_score")
-    assert found["settings"] == f"warning: {VERLS_STRICT}."
-
-
 @pytest.mark.parametrize(
     ("pipeline", "keys", "wrong"),
     [
         ("gsm8k_grpo", (), {"trainer.lr=0.0002": "1e-06", "engine.max_tokens=24": "1024"}),
-        ("gsm8k_grpo", ("trainer.lora.rank=8", "engine.max_tokens=512"), {"trainer.lr=0.0002": "3e-05"}),
         ("gsm8k_grpo", ("trainer.lr=2e-4", "engine.max_tokens=24"), {}),  # what the user gave is no oversight
         ("ppo_critic", ("trainer.lr=1e-6", "engine.max_tokens=512"), {"critic.lr=0.001": "1e-05"}),
     ],
@@ -216,14 +188,6 @@ def test_no_recipe_has_them(recipe: Path) -> None:
     _module, config = load(str(recipe), [])
     assert isinstance(config, RunConfig)
     assert list(toy_settings(config)) == []
-
-
-def test_a_resume_that_is_refused_is_the_problem(dry: Dry, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "config.yaml").write_text("nonsense: [")
-    code, found, problems = dry("name=mine", "resume=auto", *SIZES)
-    assert code == 2
-    assert found["resume"] == f"problem: {problems[0]}"
 
 
 HINTED = """
@@ -255,41 +219,13 @@ def test_an_input_that_nothing_supplies_is_one_problem(
     assert said is None or said in found["inputs"]
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        (["reward.manager=sandbox"], f"reward.manager=sandbox, {counted(os.cpu_count() or 1, 'request')} in flight"),
-        (["reward.manager=sandbox", "reward.concurrency=7"], "reward.manager=sandbox, 7 requests in flight"),
-        (["reward.manager=rate_limited", "reward.manager_kwargs={max_concurrent: 5}"], "judge, 5 requests in flight"),
-        (
-            ["reward.manager=remote", "reward.manager_kwargs={workers: 2}", SCORES],
-            "compute_score, 2 requests in flight",
-        ),
-    ],
-)
-def test_what_scores_is_named_with_its_limit(dry: Dry, keys: list[str], said: str) -> None:
-    assert dry(*keys)[1]["reward"].endswith(said)
-
-
 def test_the_command_line_is_read_first(dry: Dry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for value in ("maybe", "", "2"):
-        assert main(["run", PIPELINE, f"dry={value}"]) == 2
-        assert "give true, to check everything, or false" in capsys.readouterr().err
+    assert main(["run", PIPELINE, "dry=maybe"]) == 2
+    assert "give true, to check everything, or false" in capsys.readouterr().err
     (tmp_path / "broken.py").write_text("def pipeline(config:\n")
     code, found, problems = dry("steps=3", pipeline=str(tmp_path / "broken.py"))
-    assert code == 2
-    assert list(found) == ["configuration", "all else"]
+    assert (code, list(found)) == (2, ["configuration", "all else"])
     assert "broken.py' cannot be loaded" in problems[0]
-
-
-@pytest.mark.parametrize("keys", [{}, {"trainer": {"lr": "fast"}}])
-def test_a_configuration_file_is_checked_too(dry: Dry, keys: dict[str, Any], tmp_path: Path) -> None:
-    values = {"origin": {"pipeline": PIPELINE}, "data": {"train": "no.jsonl"}, **keys}
-    (tmp_path / "mine.yaml").write_text(json.dumps(values))
-    code, _found, problems = dry(pipeline=str(tmp_path / "mine.yaml"))
-    assert code == 2
-    assert len(problems) == 1
-    assert ("trainer.lr=fast" in problems[0]) == bool(keys)
 
 
 def test_a_model_that_a_start_makes_or_downloads_is_not_checked(dry: Dry) -> None:
@@ -318,32 +254,25 @@ def test_memory_is_compared_with_what_is_free_on_the_gpus(
     code, found, problems = dry(*gpu_keys)
     assert (code, problems) == (0, []), problems
     assert found["GPUs"] == "ok: 1 of 1"
-    assert "rollout 48.0 GiB with a KV cache of 3,9" in found["GPU memory"]
+    assert "rollout 48.0 GiB" in found["GPU memory"]
     assert "at most 54.5 GiB of 80.0 GiB" in found["GPU memory"]
     show_gpus(monkeypatch, tmp_path / "bin", 1, used=50)
     _code, _found, (problem,) = dry(*gpu_keys)
     assert "of which other processes use 50.0 GiB: too much for GPU 0; give more ranks" in problem
-    _code, _found, (problem,) = dry(*gpu_keys, "engine.gpu_memory=0.03")
-    assert problem.startswith("engine.gpu_memory=0.03: of 2.4 GiB, weights and activations leave room for")
 
 
-@pytest.mark.slow
-def test_memory_of_the_machine_and_its_disk(
-    dry: Dry, gpu_keys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_needs_room_for_its_checkpoints_and_its_model(
+    dry: Dry, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    show_gpus(monkeypatch, tmp_path / "bin", 1)
-    monkeypatch.setattr(needs, "cpu_memory", lambda: 4 << 30)
+    keys = (f"model.path={model}", "engine.rollout=hf", *SIZES)
     monkeypatch.setattr(needs, "free_disk", lambda place: 2 << 30)
-    _code, _found, problems = dry(*gpu_keys)
-    assert [text.partition(":")[0].partition(" take")[0] for text in problems] == [
-        "copies of weights and optimizer for checkpoints and the engine", "runs=runs",
-    ]  # fmt: skip
-    _code, found, problems = dry(*gpu_keys, "checkpoint.every=0", "checkpoint.export=false")
+    _code, _found, (problem,) = dry(*keys)
+    assert problem.startswith(
+        "runs=runs: 3 checkpoints of 5.5 GiB and a model of at most 1.8 GiB need 18.4 GiB, and 2.0"
+    )
+    _code, found, problems = dry(*keys, "checkpoint.every=0", "checkpoint.export=false")
     assert problems == []
     assert found["disk"] == "ok: trace, samples and metrics; 2.0 GiB are free"
-    monkeypatch.setattr(needs, "free_disk", lambda place: 3 << 20)
-    _code, _found, (problem,) = dry(*gpu_keys, "checkpoint.every=0", "checkpoint.export=false")
-    assert problem.startswith("runs=runs: trace, samples and metrics need 102 MiB, and 3 MiB are free; make room")
 
 
 def test_servers_elsewhere_are_asked_and_no_password_is_shown(dry: Dry, tmp_path: Path) -> None:
@@ -359,6 +288,5 @@ def test_servers_elsewhere_are_asked_and_no_password_is_shown(dry: Dry, tmp_path
     assert found["servers"].startswith("problem: engine.urls: http://127.0.0.1:9 does not answer within 0.1 s")
     assert "127.0.0.1:9" in found["configuration"]
     assert "hunter2secretZ" not in str(found)
-    assert "hunter2secretZ" not in str(dry(*keys, "engine.api_key_env=x-hunter2secretZ")[1])
     _code, found, _problems = dry(*keys, "engine.weights_dir=/proc/nope")
     assert found["servers"].startswith("problem: engine.weights_dir=/proc/nope: /proc cannot be written")

@@ -44,23 +44,20 @@ def test_all_weights_take_twelve_bytes_and_four_for_the_gradient(needed: Needed)
     assert held == pytest.approx(12 * P / 8 + GIB, rel=1e-3)
     assert works > 4 * P / 8
     assert need.checkpoint == pytest.approx(12 * P, rel=1e-3)
-    assert need.cpu == pytest.approx(12 * P + 4 * P + 4 * P + 2 * P, rel=1e-3)  # checkpoint, sync, reference, asleep
 
 
-def test_an_adapter_saves_gradient_optimizer_checkpoint_and_reference(needed: Needed) -> None:
+def test_an_adapter_saves_gradient_optimizer_and_checkpoint(needed: Needed) -> None:
     need = needed("trainer.lora.rank=32")
     held, works = of_actor(need)
     assert held == pytest.approx(4 * P / 8 + GIB, rel=0.05)
     assert works < of_actor(needed())[1] - 3.9 * P / 8
     assert 0.08e9 * 12 < need.checkpoint < 0.11e9 * 12  # 81 million weights by peft's own count
-    assert need.cpu == pytest.approx(4 * P + 2 * P + need.checkpoint, rel=1e-3)
 
 
 def test_what_is_moved_to_the_cpu_is_on_the_gpus_while_it_computes(needed: Needed) -> None:
     plain, moved = needed(), needed("trainer.param_offload=true", "trainer.optimizer_offload=true")
     assert of_actor(moved)[0] == GIB
     assert sum(of_actor(moved)) == pytest.approx(sum(of_actor(plain)))
-    assert moved.cpu - plain.cpu == pytest.approx(12 * P, rel=1e-3)
 
 
 @pytest.mark.heavy
@@ -76,9 +73,7 @@ def test_types_optimizers_and_copies(needed: Needed) -> None:
 
 
 def test_activations_that_are_kept_or_moved(needed: Needed) -> None:
-    again, kept = needed(), needed("trainer.gradient_checkpointing=false")
-    moved = needed("trainer.gradient_checkpointing=false", "trainer.activation_offload=true")
-    assert of_actor(kept)[1] > of_actor(again)[1] + 10 * GIB
-    assert of_actor(again)[1] > of_actor(moved)[1] - 5 * GIB
-    assert of_actor(moved)[1] < of_actor(kept)[1]
-    assert of_actor(needed("trainer.dtype=float32"))[1] > of_actor(again)[1]
+    again, kept = of_actor(needed())[1], of_actor(needed("trainer.gradient_checkpointing=false"))[1]
+    moved = of_actor(needed("trainer.gradient_checkpointing=false", "trainer.activation_offload=true"))[1]
+    assert kept > again + 10 * GIB
+    assert moved < kept

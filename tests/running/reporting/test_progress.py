@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dataflow.running.reporting.progress import Progress, end_table, facts
+from dataflow.running.reporting.progress import Progress, facts
 from dataflow.timeline.spans import Mark, Span, Trace
 
 METRICS = {
@@ -54,24 +54,6 @@ def test_off_a_terminal_a_step_is_a_plain_line() -> None:
     )
 
 
-def test_what_has_started_is_shown_on_a_terminal_alone() -> None:
-    for terminal in (True, False):
-        progress, file = screen(terminal)
-        progress.reached("Ray is up")
-        assert ("s: Ray is up" in file.getvalue()) is terminal
-
-
-def test_on_a_terminal_a_late_evaluation_is_shown_when_it_ends() -> None:
-    progress, file = screen(terminal=True)
-    progress.evaluation(0, 0.25, True)
-    progress.start(20)
-    progress.step(20, METRICS)
-    before = len(file.getvalue())
-    progress.evaluation(20, 0.875, True)
-    progress.stop()
-    assert "accuracy 0.875 (step 20)" in file.getvalue()[before:]
-
-
 def test_on_a_terminal_a_picture_moves() -> None:
     progress, file = screen(terminal=True)
     progress.start(20)
@@ -112,13 +94,6 @@ def test_quiet_prints_nothing(terminal: bool) -> None:
     assert file.getvalue() == ""
 
 
-def test_the_table_of_a_run_without_evaluations_has_no_accuracy() -> None:
-    known = {"policy": "both", "steps": 2, "total_s": 3.0, "wall_s": 2.0, "step_s": 1.0}
-    figures = dict.fromkeys(("gpu_busy_s", "exposed_wait_s", "after_training_s", "after_training_idle_s"), 0.0)
-    shown = end_table({**known, **figures, "exposed_wait_by_cause": {}})
-    assert "accuracy" not in shown
-
-
 def test_the_warm_up_is_a_sentence_and_on_a_terminal_a_bar() -> None:
     progress, file = screen(terminal=False)
     for done in (1, 5, 10):
@@ -154,12 +129,3 @@ def test_the_numbers_of_now() -> None:
     ]
     assert facts({"reward": {"running": 0, "waiting": 0, "latency_s": {}}}, {}) == "rewards in flight 0  queued 0"
     assert facts({}, {}) == ""
-
-
-def test_the_numbers_of_each_agent() -> None:
-    stats = {
-        "reward": {"running": 3, "waiting": 1, "limit": {"": 64}},
-        "style": {"running": 8, "waiting": 0, "failed": 2},
-    }
-    said = facts(stats, {}).split("  ")
-    assert said == ["reward in flight 3 of 64", "queued 1", "style in flight 8", "queued 0", "2 failed"]

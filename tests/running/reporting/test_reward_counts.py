@@ -67,10 +67,3 @@ def test_several_agents_have_a_sum() -> None:
     found = counts.counts([asked(2, "", ""), asked(3, "", "failed", agent="style")])
     assert (found["requested"], found["scored"], found["failed"], found["tokens"]) == (5, 3, 1, 15)
     assert {agent: of["tokens"] for agent, of in found["agents"].items()} == {"reward": 10, "style": 5}
-
-
-def test_stages_that_tell_the_trace_nothing() -> None:
-    stats = {"requested": 8, "scored": 7, "failed": 1, "latency_s": {"p50": 1.0, "p95": 2.0, "p99": 3.0, "max": 4.0}}
-    counts = RewardCounts().counts([Trace()], {"reward": stats})
-    assert (counts["requested"], counts["scored"], counts["tokens"]) == (8, 7, 0)
-    assert counts["latency_s"] == {"p50": 1.0, "p95": 2.0, "p99": 3.0}

@@ -110,11 +110,6 @@ def test_scores_and_lengths_are_verls(parts: int) -> None:
     assert {"critic/score/mean", "prompt_length/mean", "response_length/clip_ratio"} <= names
 
 
-def test_a_step_that_counts_no_tokens_has_none() -> None:
-    assert throughput({"timing_s/step": 1.0}, 1) == {}
-    assert throughput({"timing_s/step": 0.0, "perf/total_num_tokens": 5.0, "perf/response_tokens": 2.0}, 1) == {}
-
-
 def run() -> Trace:
     """Two steps on-policy in two parts, with a write to disk at the end of the first."""
     trace = Trace(meta={"job": {"pipeline": grpo(validation=Validation(every=1)).facts()}})
@@ -196,19 +191,12 @@ def test_no_stage_hides_the_time_of_another_whatever_they_are_called() -> None:
     }
 
 
-def test_a_step_that_did_not_run_has_no_timings() -> None:
-    assert step_metrics(run(), 3) == {}
-    assert step_metrics(Trace(), 1) == {}
-
-
 @pytest.mark.parametrize(
     ("overrides", "gpus"),
     [
         ([], 1),
-        (["trainer.world_size=4", "engine.replicas=2"], 4),
         (["trainer.world_size=4", "engine.replicas=2", "engine.tensor_parallel=2", "placement=disaggregated"], 8),
         (["trainer.world_size=4", "reward.models={rm: {path: x, replicas: 2}}"], 6),
-        (["trainer.world_size=4", "reward.models={rm: {path: x, placement: colocated}}"], 4),
         (["reward.models={rm: {url: 'http://h'}}"], 1),
     ],
 )

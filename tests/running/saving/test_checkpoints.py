@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataflow.config.run import RunConfig, parse_overrides
-from dataflow.errors import ConfigError, DataError
-from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore, checkpoint_store
+from dataflow.errors import DataError
+from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from tests.rigs.checkpoints import Child, empty, killed_before_each_operation, names, save
 from tests.rigs.logs import logged
 
@@ -65,17 +62,6 @@ def test_classes_of_no_module_are_kept(tmp_path: Path) -> None:
     (tmp_path / "states.pkl").write_bytes(b"\x80\x05cno_such_module\nThing\n.")
     with pytest.raises(DataError, match=r"states.pkl cannot be read .*no_such_module"):
         checkpoint.states()
-
-
-def test_the_configuration_determines_which_checkpoints_are_kept(tmp_path: Path) -> None:
-    arguments = ["checkpoint.keep_last=5", "checkpoint.keep_best=0", "checkpoint.keep_every=7"]
-    store = checkpoint_store(parse_overrides(RunConfig, [f"runs={tmp_path}", "name=x", *arguments]))
-    assert vars(store) == {
-        "directory": tmp_path / "x" / "checkpoints", "keep_last": 5, "keep_best": 0, "keep_every": 7,
-    }  # fmt: skip
-    for key, value in (("keep_last", 0), ("every", -1), ("grace_s", -1)):
-        with pytest.raises(ConfigError, match=f"checkpoint.{key}={value}: give a number"):
-            parse_overrides(RunConfig, [f"checkpoint.{key}={value}"])
 
 
 # Kills and full disks.
@@ -151,69 +137,6 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(
     ]
 
 
-def test_a_checkpoint_may_begin_while_another_one_is_committed(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    (tmp_path / ".step_000001.1").mkdir()  # of a killed process
-    (store.begin(1) / "a").write_text("x")
-    (store.begin(2) / "b").write_text("x")
-    (store.begin(2) / "a").write_text("x")  # as after a kill, in a container that gives the same id again
-    store.commit(1)
-    store.commit(2)
-    assert names(tmp_path) == ["step_000001", "step_000002"]
-    assert names(tmp_path / "step_000002") == ["a", "manifest.json"]
-
-
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """Lets files of this process grow to a size only, which fails as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def fill(place: str) -> None:
-    """Fails to write a checkpoint and samples, then writes both."""
-    directory = Path(place)
-    store = CheckpointStore(directory, keep_last=3)
-    save(store, 1)
-    store.keep(2, "small")
-    before = names(directory)
-    aside = store.begin(2)
-    for number in range(50):
-        (aside / f"{number}").write_text("x")
-    with files_up_to(4000):
-        with pytest.raises(OSError, match="File too large"):
-            store.commit(2)  # of all files, only the manifest is longer
-        assert names(directory) == before
-        with pytest.raises(OSError, match="File too large"):
-            store.keep(2, "x" * 5000)
-        assert names(directory / "drawn") == ["step_000002.pkl"]
-        assert store.whole() == [1]
-    save(store, 2)
-    assert store.whole() == [1, 2]
-
-
-@pytest.mark.timeout(60)
-def test_a_full_disk_costs_one_checkpoint_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert Child(fill, str(tmp_path)).wait() == 0
-
-
-def test_samples_are_copied_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    store = CheckpointStore(tmp_path)
-    store.keep(2, "drawn")
-    save(store, 1)
-    found = store.newest()
-    assert found is not None
-    assert found.samples() == {2: "drawn"}
-
-
 # Torn checkpoints.
 
 
@@ -246,43 +169,6 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(name: str, how: str, sh
         assert f"{directory / 'step_000002'} is not whole and is passed over: " in message
         save(store, 2, "again")
         assert store.newest() == store.at(2)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda d: (d / "trainer" / "__0_0.distcp").write_bytes(b"x"), "trainer/__0_0.distcp has 1 bytes instead of"),
-        (lambda d: (d / "states.pkl").unlink(), "states.pkl is missing"),
-        (lambda d: (d / "trainer" / "new").touch(), "trainer/new is not in the manifest"),
-        (lambda d: (d / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json is cut off or changed"),
-        (lambda d: (d / "trainer" / ".metadata").write_bytes(b"shapeS"), "the contents of trainer/.metadata have"),
-        (lambda d: (shutil.rmtree(d), d.touch()), "manifest.json cannot be read (Not a directory)"),
-        (lambda d: (shutil.rmtree(d), shutil.copytree(d.with_name("step_000001"), d)), "that of step 1"),
-    ],
-)
-def test_the_warning_names_the_defect(tmp_path: Path, damage: Any, message: str) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints")
-    save(store, 1)
-    save(store, 2)
-    damage(tmp_path / "checkpoints" / "step_000002")
-    with logged() as warnings:
-        found = store.newest()
-    assert found is not None
-    assert found.step == 1
-    assert len(warnings) == 1
-    assert message in warnings[0]
-
-
-def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 2_000_000)
-    for name in ("step_12", "step_0000012", "step_000012_copy", "step_-00001", ".step_000099", "drawn"):
-        (tmp_path / name).mkdir()
-    with logged() as warnings:
-        assert store.whole() == [2_000_000]
-        assert store.newest() == store.at(2_000_000)
-    assert warnings == []
 
 
 # Which are kept.
@@ -327,23 +213,3 @@ def test_a_run_that_resumes_from_an_earlier_checkpoint_drops_the_later_ones(tmp_
     for step in (2, 5, 3):
         save(store, step)
     assert store.whole() == [2, 3]
-
-
-def test_what_cannot_be_removed_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path, keep_last=1)
-    save(store, 1)
-
-    def refuse(path: Path) -> None:
-        if Path(path).exists():
-            raise OSError(5, "Input/output error", str(path))
-        raise FileNotFoundError(path)
-
-    with monkeypatch.context() as patch, logged() as warnings:
-        patch.setattr(shutil, "rmtree", refuse)
-        save(store, 2)
-    old = tmp_path / ".step_000001.old"
-    assert warnings == [f"{old} cannot be removed (Input/output error); remove it to make room."]
-    assert store.whole() == [2]
-    store.begin(3)
-    store.discard(3)
-    assert names(tmp_path) == ["step_000002"]

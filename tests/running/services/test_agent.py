@@ -68,25 +68,6 @@ def agent_of(file: Path, options: RewardConfig | None = None, name: str = "compu
     return build_agent(custom, {"target": "no:no"}, options, **more)
 
 
-def test_limits_and_tries_come_from_the_configuration() -> None:
-    options = RewardConfig(
-        concurrency=256,
-        rpm=600,
-        adaptive=True,
-        floor=8,
-        endpoints={"http://a": {"concurrency": 4}, "http://b": {"rpm": 60}},  # type: ignore[dict-item]
-        timeout=3,
-        tries=2,
-        deadline=None,
-    )
-    limits = limits_of(options)
-    assert (limits.concurrency, limits.rpm, limits.tpm, limits.adaptive, limits.floor) == (256, 600, None, True, 8)
-    assert (limits.endpoints["http://a"].concurrency, limits.endpoints["http://b"].concurrency) == (4, 256)
-    assert limits.endpoints["http://b"].rpm == 60
-    retry = retry_of(options)
-    assert (retry.tries, retry.timeout_s, retry.deadline_s, retry.backoff_s) == (2, 3, None, 0.5)
-
-
 def test_what_the_configuration_leaves_open_the_reward_may_declare() -> None:
     declared = {"concurrency": 5, "rpm": 30, "tpm": None, "timeout_s": 9.0}
     limits = limits_of(RewardConfig(rpm=10), declared)
@@ -99,10 +80,7 @@ def test_what_the_configuration_leaves_open_the_reward_may_declare() -> None:
     ("target", "keys", "message"),
     [
         (JUDGE, {"manager": "remote"}, "'compute_score' is async, .* take the manager 'naive'"),
-        (SERVED, {"manager": "remote"}, "'compute_score' is async"),
-        ("later", {"manager": "remote"}, "'later' is async"),
         (JUDGE, {"manager": "rate_limited", "manager_kwargs": {"max_rpm": -1}}, "max_rpm=-1; give a number above 0"),
-        (JUDGE, {"manager": "rate_limited", "manager_kwargs": {"max_rpm": "1"}}, "cannot be built: TypeError"),
         ("Router", {"manager": "remote", "manager_kwargs": {"workers": 0}}, "workers=0; give 1 or more"),
         ("later", {"endpoints": {"x": {}}}, "x: ...}: the reward does not say which endpoint"),
         (JUDGE, {"endpoints": {"http://x": {"concurrency": 3}}}, "not known before; leave it out"),
@@ -118,37 +96,6 @@ def test_what_cannot_be_built_once_servers_run_is_refused_before(
     served = {"name": "rm", "url": None, "kind": "chat"} if target == SERVED else {"url": None}
     with pytest.raises(ConfigError, match=message):
         check_reward(custom, {"target": target, "kwargs": served}, RewardConfig(router_address="h:1", **keys))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"concurrency": 4, "floor": 8}, "reward.floor=8; give 1 to reward.concurrency=4"),
-        ({"backoff": 5, "max_backoff": 1}, "reward.backoff=5 and reward.max_backoff=1"),
-        ({"manager": "dappo"}, "reward manager 'dappo' is unknown; did you mean 'dapo'?"),
-        (
-            {"manager": "rate_limited", "manager_kwargs": {"max_rmp": 1}},
-            "unexpected keyword argument 'max_rmp'; its options (reward.manager_kwargs) are",
-        ),
-    ],
-)
-def test_options_that_cannot_be(file: Path, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        agent_of(file, RewardConfig(**keys))
-    assert message in str(error.value)
-
-
-def test_a_manager_stands_around_the_reward(file: Path) -> None:
-    options = RewardConfig(manager="rate_limited", manager_kwargs={"max_concurrent": 2, "max_rpm": 6000})
-    agent = agent_of(file, options)
-    assert (agent.limits.concurrency, agent.limits.rpm) == (2, 6000)
-    assert agent.retry.timeout_s == 300
-
-    async def body() -> None:
-        assert await scores(agent, "1", "2") == [1, 2]
-        await agent.close()
-
-    run(body)
 
 
 def test_verls_further_keywords(file: Path) -> None:
@@ -196,19 +143,6 @@ def test_a_cache_is_shared_by_runs(file: Path, tmp_path: Path) -> None:
 
     assert run(lambda: asked("a", "1", "2")) == 2
     assert run(lambda: asked("b", "2", "1", "3")) == 1
-
-
-def test_equal_requests_in_flight_are_asked_once(file: Path) -> None:
-    async def body(options: RewardConfig) -> dict[str, Any]:
-        agent = agent_of(file, options)
-        assert await scores(agent, "4", "4", "5", "4") == [4, 4, 5, 4]
-        stats = agent.stats()
-        await agent.close()
-        return stats
-
-    stats = run(lambda: body(RewardConfig()))
-    assert (stats["requested"], stats["scored"], stats["shared"]) == (4, 4, 2)
-    assert run(lambda: body(RewardConfig(share_equal=False)))["shared"] == 0
 
 
 def test_a_frozen_agent_speaks_of_its_own_section_where_its_process_is_its_own(

@@ -12,7 +12,6 @@ import pytest
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
 from dataflow.errors import ConfigError, UserError
-from dataflow.executors.ray.paths import SharedPaths
 from dataflow.running.preparing.models import settle_trained
 from dataflow.running.services.hosting import (
     HF,
@@ -58,12 +57,6 @@ def test_on_gpus_that_it_shares_it_is_built_alone(vllm_for: Any) -> None:
     assert not host().alone
 
 
-def test_processes_of_its_own_have_time_to_end(vllm_for: Any) -> None:
-    vllm_for("cpu")
-    assert host().close_s > 5
-    assert host(engine={"rollout": "hf"}).close_s == 1.0
-
-
 def test_a_conversation_is_no_longer_than_a_prompt_and_its_turns(vllm_for: Any) -> None:
     vllm_for("cpu")
     talk = {"names": ["calculator"], "max_response_tokens": 2048}
@@ -72,8 +65,7 @@ def test_a_conversation_is_no_longer_than_a_prompt_and_its_turns(vllm_for: Any) 
     assert "max_model_len" not in host().options
 
 
-@pytest.mark.parametrize("key", ["engine", "val"])
-@pytest.mark.parametrize("value", [3, 0.001])
+@pytest.mark.parametrize(("key", "value"), [("engine", 3), ("val", 0.001)])
 def test_a_temperature_that_vllm_refuses_is_said_before_anything_starts(vllm_for: Any, key: str, value: float) -> None:
     vllm_for("cpu")
     with pytest.raises(ConfigError, match=rf"{key}\.temperature={value}: vLLM takes 0 \(greedy\) or 0\.01 to 2"):
@@ -88,18 +80,7 @@ def test_replicas_are_given_what_one_is(vllm_for: Any) -> None:
     assert several.options["options"] == host().options
 
 
-def test_replicas_on_a_cluster_are_to_see_the_model(
-    vllm_for: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm_for("cpu")
-    monkeypatch.setattr("dataflow.running.services.nodes.running", lambda: False)
-    (tmp_path / "config.json").write_text("{}")
-    sections: dict[str, Any] = {"engine": {"rollout": "vllm", "replicas": 2}, "model": {"path": str(tmp_path)}}
-    found = [host(**sections, ray={"address": address}).options["paths"] for address in (None, "auto")]
-    assert found == [None, SharedPaths("rollout", {"model.path": str(tmp_path)})]
-
-
-@pytest.mark.parametrize("gpus", [0.5, 2])
+@pytest.mark.parametrize("gpus", [0.5])
 def test_parts_of_gpus_are_refused_where_engine_and_trainer_share_them(vllm_for: Any, gpus: float) -> None:
     vllm_for("cuda")
     sections: dict[str, Any] = {"model": {"path": "x"}, "ray": {"gpus_per_worker": gpus}}
@@ -109,27 +90,11 @@ def test_parts_of_gpus_are_refused_where_engine_and_trainer_share_them(vllm_for:
     assert gsm8k_grpo.pipeline(apart).hosts()["trainer"].gpus == gpus
 
 
-def test_the_rule_for_samples_in_flight_reaches_each_engine(vllm_for: Any) -> None:
-    vllm_for("cpu")
-    assert host().options["in_flight"] == "wait"
-    several = host(engine={"replicas": 2, "in_flight": "abort"})
-    assert several.options["options"]["in_flight"] == "abort"
-
-
 def test_colocated_trainer_and_engine_share_each_gpu_so_that_no_gpu_gets_two_ranks() -> None:
     pools = pools_of(RunConfig.model_validate({"ray": {"gpus_per_worker": 1}}))
     assert pools.shared
     assert pools.resources["gpu"] == 1
     assert 0.5 < pools.trainer_gpus < pools.trainer_gpus + pools.engine_gpus <= 1
-
-
-def test_disaggregated_trainer_and_engine_have_a_pool_each() -> None:
-    config = RunConfig.model_validate({"placement": "disaggregated", "ray": {"gpus_per_worker": 1}})
-    pools = pools_of(config)
-    assert not pools.shared
-    assert {pools.training, pools.sampling} <= set(pools.resources)
-    trainer = trainer_host(config, pools)
-    assert (trainer.gpus, trainer.options["device"], trainer.options["shares_gpu"]) == (1, "cuda", False)
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])

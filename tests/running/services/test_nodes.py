@@ -46,15 +46,6 @@ def test_rules_are_given_by_service() -> None:
             ["ray.address=auto", "ray.nodes.m.labels.role=a", "reward.models.m.url=http://h:1"],
             "ray.nodes.m: the run has no service of that name; it has controller, reward, rollout, trainer.",
         ),
-        (
-            ["ray.address=auto", "ray.nodes.rollout.labels.role=a", "reward.models.rollout.path=m"],
-            "ray.nodes.rollout: a service and a reward model have that name; give section reward.models.rollout "
-            "another one.",
-        ),
-        (
-            ["ray.address=auto", "ray.nodes.grader.labels.role=a", "reward.models.graders.path=m"],
-            "ray.nodes.grader: the run has no service of that name; did you mean 'graders'?",
-        ),
     ],
 )
 def test_a_rule_without_effect_is_refused(overrides: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +53,6 @@ def test_a_rule_without_effect_is_refused(overrides: list[str], words: str, monk
     with pytest.raises(ConfigError) as caught:
         check_nodes(config(*overrides), SERVICES)
     assert str(caught.value) == words
-
-
-def test_an_unknown_strategy_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ray\.nodes\.trainer\.strategy"):
-        config("ray.nodes.trainer=wide")
 
 
 @pytest.mark.parametrize(
