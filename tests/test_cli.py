@@ -51,14 +51,6 @@ def test_an_estimator_over_the_whole_batch_cannot_be_split(capsys: pytest.Captur
     assert said.startswith("PolicyError: stage 'advantage' needs the whole batch (adv_estimator 'reinforce_plus_plus' ")
 
 
-def test_reward_function_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "no such file" in refused(capsys, tmp_path, f"custom_reward_function.path={tmp_path / 'no.py'}")
-    file = lines(tmp_path / "mine.py", "def compute_scores(**kwargs): return 1.0")
-    said = refused(capsys, tmp_path, f"custom_reward_function.path={file}")
-    assert "'compute_score'" in said
-    assert "compute_scores" in said
-
-
 @pytest.mark.heavy
 def test_bad_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen: Path) -> None:
     # vLLM sets up room for prompts of data.max_prompt_length, which this model has not.
@@ -79,26 +71,8 @@ def test_bad_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen:
     assert "fewer than the 32 of a step" in said(lines(tmp_path / "few.jsonl", PROBLEM))
 
 
-@pytest.mark.heavy
-def test_model_that_is_not_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen: Path) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_text((tiny_qwen / "config.json").read_text())
-    assert "model.safetensors" in refused(capsys, tmp_path, f"model.path={bare}")
-    assert "does not exist" in refused(capsys, tmp_path, "model.path=./nowhere")
-
-
 @pytest.mark.parametrize("command", ["timeline", "samples", "export", "resume"])
-@pytest.mark.parametrize(
-    ("given", "near"),
-    [
-        ("runs/sums2", "runs/sums1"),
-        ("sums2", "runs/sums1"),
-        ("rums/sums1", "runs/sums1"),
-        ("runs/x", None),
-        ("ab", None),
-    ],
-)
+@pytest.mark.parametrize(("given", "near"), [("sums2", "runs/sums1"), ("ab", None)])
 def test_a_run_that_is_not_there_is_told_by_one_that_is(
     command: str,
     given: str,
@@ -118,16 +92,6 @@ def test_a_run_that_is_not_there_is_told_by_one_that_is(
     assert ("did you mean" in said) == (near is not None)
     if near is not None:
         assert said.endswith(f"; did you mean '{near}'?\n")
-
-
-def test_a_directory_that_is_no_run_does_not_suggest_itself(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("nn").mkdir()
-    for command in ("timeline", "export", "resume"):
-        assert main([command, "nn"]) == 2
-        assert "did you mean" not in capsys.readouterr().err
 
 
 def test_files_that_are_no_pipeline_or_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -160,11 +124,6 @@ def test_show_prints_the_stages_and_the_unrolled_graph(capsys: pytest.CaptureFix
     assert (tmp_path / "beside.mmd").read_text() == (tmp_path / "graph.mmd").read_text()
 
 
-def test_options_may_stand_between_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", PIPELINE, "steps=1", "--json", "val.every=0"]) == 0
-    assert "val_rollout" not in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_help_shows_an_example() -> None:
     for command in ("run", "show", "timeline", "samples", "compare"):
@@ -178,7 +137,7 @@ class _Panic(BaseException):
     """What an extension module may raise when its import is interrupted."""
 
 
-@pytest.mark.parametrize("kind", [_Panic, ImportError, OSError, SystemError])
+@pytest.mark.parametrize("kind", [_Panic, ImportError])
 def test_an_error_that_takes_the_place_of_an_interrupt_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[BaseException]
 ) -> None:
@@ -206,7 +165,7 @@ def test_output_to_a_full_disk_is_an_error_in_one_sentence() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("closed", [0, 1, 2])
+@pytest.mark.parametrize("closed", [1, 2])
 def test_a_standard_stream_that_is_closed_changes_nothing(closed: int) -> None:
     command = [sys.executable, "-m", "dataflow", "run", "--keys"]
     ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}>&-', "sh", *command], capture_output=True, text=True)

@@ -21,9 +21,8 @@ STARTS = {"module": ["-m", "dataflow"], "script": ["-c", SCRIPT]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("imported", ["argparse", "dataflow.commands.ending", "dataflow.cli"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("imported", ["argparse", "dataflow.cli"])
+@pytest.mark.parametrize(("start", "number"), [("module", signal.SIGINT), ("script", signal.SIGTERM)])
 def test_a_signal_during_the_imports_ends_the_command_with_one_line(
     start: str, number: signal.Signals, imported: str
 ) -> None:
@@ -49,10 +48,9 @@ def test_the_exit_code_of_a_command_is_kept() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_characters_that_stdout_lacks_are_replaced(encoding: str, tmp_path: Path) -> None:
+def test_characters_that_stdout_lacks_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "kosten-ü-\udcff.yaml").write_text((ROOT / "examples" / "costs.yaml").read_text())
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
     for words in (["timeline", str(TRACE)], ["plan", "kosten-ü-\udcff.yaml", "steps=2"]):
         command = [sys.executable, "-m", "dataflow", *words]
         ended = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment, timeout=30)

@@ -6,15 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dataflow
-from dataflow import Hosted, Latest, Pipeline, run, stage
-from dataflow.errors import ConfigError, PolicyError, RunError, StageFailed
+from dataflow import Latest, Pipeline, run, stage
+from dataflow.errors import ConfigError, PolicyError, StageFailed
 
 pytestmark = pytest.mark.timeout(60)
 TOY = """
@@ -103,24 +102,10 @@ def test_it_runs_where_an_event_loop_runs_already() -> None:
     assert asyncio.run(notebook()) == 2
 
 
-def test_an_error_in_a_notebook_is_the_error_itself() -> None:
-    async def notebook() -> None:
-        run(Pipeline([train], inputs=["numbers"]), inputs=INPUTS, steps=0)
-
-    with pytest.raises(ConfigError, match="steps=0"):
-        asyncio.run(notebook())
-
-
 @pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=pytest.mark.heavy)])
 def test_a_file_of_ones_own_runs_on_each_executor(toy: Path, executor: str) -> None:
     done = run(toy, steps=2, seed=5, executor=executor, ray={"num_cpus": 2})
     assert [row["weight"] for row in done.metrics] == [12.0, 26.0]
-
-
-def test_a_run_is_repeated_from_its_configuration(toy: Path) -> None:
-    first = run(toy, steps=2, seed=5)
-    again = run(first.directory / "config.yaml")
-    assert [row["weight"] for row in again.metrics] == [row["weight"] for row in first.metrics]
 
 
 @pytest.mark.slow
@@ -138,7 +123,6 @@ def test_neither_torch_nor_ray_nor_verl_is_needed(toy: Path) -> None:
     [
         ({"steps": 0}, ConfigError, "steps=0"),
         ({"policy": "fast"}, PolicyError, "fast"),
-        ({"polcy": "both"}, ConfigError, "unknown key 'polcy'; did you mean 'policy'"),
         ({"inputs": {}}, ConfigError, "the pipeline: nothing supplies its input 'numbers'; define inputs(config)"),
         ({"policy": "mini-batch", "mini_batches": 4}, PolicyError, "split=4 needs the number of prompt groups"),
     ],
@@ -153,18 +137,6 @@ def test_wrong_input_is_one_sentence_and_nothing_is_written(
     assert not Path("runs").exists()
 
 
-def test_inputs_of_a_file_are_its_own(toy: Path) -> None:
-    with pytest.raises(ConfigError, match="a pipeline file supplies its inputs itself"):
-        run(toy, inputs=INPUTS)
-
-
-@pytest.mark.parametrize("factory", ["no.such.module:Thing", "dataflow.batch:Nothing", f"{__name__}:broken"])
-def test_a_service_that_cannot_be_built_fails_with_its_name(factory: str) -> None:
-    pipeline = Pipeline([train.bind(rate=Hosted("meter", factory))], inputs=["numbers"])
-    with pytest.raises(dataflow.DataflowError, match="meter"):
-        run(pipeline, inputs=INPUTS, steps=1)
-
-
 def test_a_stage_that_raises_fails_the_run() -> None:
     pipeline = Pipeline([train.bind(rate="fast")], inputs=["numbers"])
     with pytest.raises(StageFailed, match=r"train\[step 1\] failed on 'gpu'"):
@@ -172,51 +144,11 @@ def test_a_stage_that_raises_fails_the_run() -> None:
     assert json.loads(Path("runs/a/summary.json").read_text())["status"] == "failed"
 
 
-async def later(step: int) -> int:
-    return step
-
-
-def iter_of(step: int) -> Iterator[int]:
-    yield step
-
-
-@pytest.mark.parametrize(
-    ("given", "what"),
-    [
-        (later, "a coroutine"),
-        (lambda step: (n for n in range(step)), "a generator"),
-        (lambda s: map(abs, [s]), "a map"),
-    ],
-)
-def test_an_input_that_only_one_stage_could_read_fails_the_run(given: Any, what: str) -> None:
-    with pytest.raises(RunError, match=rf"input 'numbers' of step 1: its function returned {what}"):
-        run(Pipeline([train], inputs=["numbers"]), inputs={"numbers": given}, steps=1)
-
-
-@pytest.mark.parametrize("make", [later, iter_of, lambda step: zip([step], [2], strict=True)])
-def test_a_field_that_only_one_stage_could_read_fails_the_run(make: Any) -> None:
-    def makes(numbers: Any) -> Any:
-        return make(1)
-
-    made = stage(writes="made", on="gpu")(makes)
-    with pytest.raises(StageFailed, match="as field 'made', which only one stage could read, and only once"):
-        run(Pipeline([made], inputs=["numbers"]), inputs=INPUTS, steps=1)
-
-
-@pytest.mark.parametrize("name", ["step", "timing_s/step"])
-def test_a_stage_cannot_log_the_runs_own_columns(name: str) -> None:
+def test_a_stage_cannot_log_the_runs_own_columns() -> None:
     def logs(numbers: Any, *, task: Any) -> None:
-        task.log({name: 5})
+        task.log({"step": 5})
 
-    with pytest.raises(StageFailed, match=f"stage 'logs' logs '{name}', which the run itself logs; rename it"):
-        run(Pipeline([stage(on="gpu")(logs)], inputs=["numbers"]), inputs=INPUTS, steps=1)
-
-
-def test_a_metric_too_large_for_a_float_fails_its_stage() -> None:
-    def logs(numbers: Any, *, task: Any) -> None:
-        task.log({"v": 10**400})
-
-    with pytest.raises(StageFailed, match="logs a number too large for a float as metric 'v'"):
+    with pytest.raises(StageFailed, match="stage 'logs' logs 'step', which the run itself logs; rename it"):
         run(Pipeline([stage(on="gpu")(logs)], inputs=["numbers"]), inputs=INPUTS, steps=1)
 
 
@@ -239,7 +171,6 @@ def test_a_run_is_resumed_by_its_own_pipeline_alone(toy: Path, tmp_path: Path) -
     ("directory", "keys", "words"),
     [
         ("runs/a", {"name": "b"}, "name= and runs= cannot move run 'runs/a'"),
-        ("runs/a", {"runs": "elsewhere"}, "name= and runs= cannot move run 'runs/a'"),
         ("runs/a/config.yaml", {}, "no run at 'runs/a/config.yaml'; give the run's directory, runs/a."),
         ("runs/aa", {}, "no run at 'runs/aa'; did you mean 'runs/a'?"),
         ("runs", {}, "no run at 'runs'; give a run directory (runs/NAME)."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 
@@ -13,12 +12,6 @@ from dataflow.errors import ConfigError, DataError
 from dataflow.testing import check_trace, grpo_pipeline
 
 SECONDS = dict.fromkeys((s.name for s in grpo_pipeline().stages), 1.0)
-
-
-@pytest.mark.parametrize("policy", ["baseline", "mini-batch", "off-policy", "both", "both+stream"])
-def test_a_simulation_keeps_the_rules_of_the_scheduler(policy: str) -> None:
-    graph = expand(grpo_pipeline(), preset(policy, 4), 6, 4, groups=16)
-    check_trace(simulate(graph, SECONDS), graph)
 
 
 def test_seconds_are_those_of_a_step() -> None:
@@ -63,15 +56,6 @@ def test_seconds_that_are_none(seconds: object) -> None:
     graph = expand(grpo_pipeline(), preset("both", 4), 2, 4, groups=16)
     with pytest.raises(ConfigError, match=r"stage 'rollout' takes .* s; give a finite time of 0 or more"):
         simulate(graph, {**SECONDS, "rollout": seconds})  # type: ignore[dict-item]
-
-
-def test_it_simulates_where_an_event_loop_runs_already() -> None:
-    graph = expand(grpo_pipeline(), preset("both", 4), 2, 4, groups=16)
-
-    async def notebook() -> float:
-        return simulate(graph, SECONDS).wall
-
-    assert asyncio.run(notebook()) == simulate(graph, SECONDS).wall
 
 
 def test_a_simulation_cannot_be_planned_from(tmp_path: Path) -> None:

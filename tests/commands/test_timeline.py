@@ -23,14 +23,14 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["x.txt", "x.TXT", pytest.param("x.HTML", marks=pytest.mark.heavy), "x.SVG"])
+@pytest.mark.parametrize("name", ["x.txt", "x.SVG"])
 def test_a_file_is_written_beside_json_and_in_capitals(
     run: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run / name
     assert main(["timeline", str(run), "-o", str(out), "--json"]) == 0
     assert "worst_waits" in json.loads(capsys.readouterr().out)
-    begin = {"txt": "gpu", "html": "<!doctype html>", "svg": "<?xml"}[name.lower().removeprefix("x.")]
+    begin = {"txt": "gpu", "svg": "<?xml"}[name.lower().removeprefix("x.")]
     assert begin in out.read_text().lower()[:200]
     out.unlink()
     assert main(["timeline", str(run), "-o", str(out)]) == 0
@@ -45,8 +45,8 @@ def test_another_kind_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name", ["x.txt", "x.svg"])
-def test_a_pipe_gets_the_content(run: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_pipe_gets_the_content(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    name = "x.svg"
     os.mkfifo(run / name)
     with (tmp_path_factory.mktemp("got") / name).open("w+b") as got:
         reader = subprocess.Popen(["cat", str(run / name)], stdout=got)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,10 +69,8 @@ def keys(**conditions: Any) -> list[tuple[int, int, int]]:
     ("filters", "expected"),
     [
         ({"score": "<0.5", "step": "=1"}, [(1, 0, 0), (1, 0, 1), (1, 1, 0)]),
-        ({"latency_s": "="}, keys(group=2)),
         ({"latency_s": ">=9", "step": "2"}, [(2, 0, 0), (2, 1, 0)]),
         ({"explanation": "OFF by"}, keys(sample=1)),
-        ({"truncated": "!=true"}, keys(sample=0)),
         ({"response": f"0. {EVIL}", "group": "=1"}, keys(group=1, sample=0)),
     ],
 )
@@ -107,12 +104,3 @@ def test_a_row_opens_and_an_address_shows_a_group(tab: Any) -> None:
     assert tab.locator("tr.whole").count() == 2
     tab.evaluate("location.hash = 'step-9-group-1'")
     tab.get_by_text("Step 9, group 1 is not on this page").wait_for()
-
-
-def test_a_page_without_samples(tab: Any, tmp_path: Path) -> None:
-    page([], tmp_path / "empty.html", "run")
-    other = tab.context.browser.new_page()
-    other.on("pageerror", lambda error: pytest.fail(str(error)))
-    other.goto((tmp_path / "empty.html").as_uri())
-    assert "0 samples of training" in other.inner_text("body")
-    other.close()
