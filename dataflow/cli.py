@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import dataflow
 from dataflow.commands import completion
 from dataflow.commands.ending import act, one_line
 from dataflow.commands.trace import read_trace
@@ -92,16 +93,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{one_line(message)}; see '{self.prog} -h'.\n")
 
 
-class _Version(argparse.Action):
-    """Prints the installed version."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from dataflow import __version__
-
-        print(f"dataflow {__version__}")
-        parser.exit()
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands, which the documentation prints, too."""
     parser = _Parser(
@@ -109,7 +100,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Schedules RL post-training so that slow rewards hide behind GPU work.",
         epilog="example: dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and stop")
+    version = f"dataflow {dataflow.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version, and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name: str, act: Callable[[argparse.Namespace], int], text: str, example: str) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.running.resume import check_changes
 from dataflow.stages.combine import combine_stage
 from dataflow.stages.reward import agent_stages
-from dataflow.timeline.agents import agents_of, concurrency_of
+from dataflow.timeline.agents import agents_of
 from dataflow.timeline.causes.attribution import pool_waits
 from dataflow.timeline.causes.culprits import culprits
 from dataflow.timeline.page.chart import chart
@@ -174,14 +174,6 @@ def test_a_failure_names_its_agent_and_its_section(tmp_path: Path) -> None:
         assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"]
 
 
-def test_too_many_failures_name_the_key_of_the_agent(tmp_path: Path) -> None:
-    async def never(**_: Any) -> float:
-        raise ValueError("no")
-
-    with pytest.raises(StageFailed, match=r"reward agent 'style': .*style\.max_failed_share"):
-        ran(toy(ones, never, on_failure="drop_sample"), tmp_path)
-
-
 def test_two_services_of_one_name_are_refused() -> None:
     agents = [Hosted("reward", functools.partial(RewardAgent, function)) for function in (ones, slow)]
     request, collect = agent_stages(agents[0])
@@ -190,12 +182,6 @@ def test_two_services_of_one_name_are_refused() -> None:
     stages = [rollout, request, collect, *(s.bind(renamed=renamed) for s in again), sync, update]
     with pytest.raises(PipelineError, match="two services are named 'reward'; give one of them another name"):
         Pipeline(stages, ["prompts", "scores"])
-
-
-def test_the_concurrency_of_each_agent_is_in_the_job() -> None:
-    trace = Trace(meta={"job": {"concurrency": 64, "agents": {"style": {"concurrency": 8}}}})
-    assert [concurrency_of(trace, agent) for agent in ("reward", "style", "other")] == [64, 8, 64]
-    assert concurrency_of(Trace(), "reward") is None
 
 
 TWO_JUDGES = load_pipeline_file(Path(__file__).parents[2] / "pipelines" / "two_judges.py")

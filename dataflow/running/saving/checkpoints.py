@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from dataflow.errors import ConfigError, DataError, DataflowError
+from dataflow.errors import DataError
 from dataflow.files import replaced, sha256_of
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.summary import evaluation_in
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{6,})")
 _DRAWN = re.compile(r"\.?step_(\d{6,})\.pkl(\.\d+)?")
-
-
-class Torn(DataflowError):
-    """A checkpoint is not whole; the message says what is wrong with it, and follows its path and a colon."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +186,7 @@ class CheckpointStore:
         return [step for step in self._steps() if self._torn(step, contents=False) is None]
 
     def newest(self) -> Checkpoint | None:
-        """Returns the newest whole checkpoint, or None; warns of each newer one that is not whole.
-
-        Raises:
-            ConfigError: the directory cannot be read.
-        """
+        """Returns the newest whole checkpoint, or None; warns of each newer one that is not whole."""
         for step in reversed(self._steps()):
             if (why := self._torn(step)) is None:
                 return Checkpoint(self._path(step), step)
@@ -235,17 +227,8 @@ class CheckpointStore:
 
     def _steps(self) -> list[int]:
         """Returns the steps that have a directory, in ascending order."""
-        try:
-            names = os.listdir(self.directory)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoints in {self.directory} cannot be read ({error.strerror}); name the directory of a run that "
-                "you may read."
-            ) from error
-        found = (int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
-        return sorted(step for step in found if self._path(step).name in names)
+        names = os.listdir(self.directory) if self.directory.exists() else []
+        return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
     def _torn(self, step: int, *, contents: bool = True) -> str | None:
         """Returns what a checkpoint lacks to be whole; None if it is.
@@ -256,13 +239,21 @@ class CheckpointStore:
         """
         path = self._path(step)
         try:
-            _check(path, step, contents=contents)
-        except Torn as error:
-            return str(error)
-        except FileNotFoundError as error:
-            return f"{Path(str(error.filename)).name} is missing"
+            manifest = json.loads((path / _MANIFEST).read_bytes())
+            found, listed = _files(path), manifest["files"]
+            if manifest["step"] != step:
+                return f"its manifest is that of step {manifest['step']}"
+            if other := found.keys() ^ listed.keys():
+                return f"{min(other)} is {'missing' if min(other) in listed else 'not in the manifest'}"
+            for name, file in found.items():
+                if (size := file.stat().st_size) != listed[name]["bytes"]:
+                    return f"{name} has {size} bytes instead of {listed[name]['bytes']}"
+                if contents and sha256_of(file) != listed[name]["sha256"]:
+                    return f"the contents of {name} have changed"
         except OSError as error:
             return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return f"{_MANIFEST} is cut off or changed"
         return None
 
     def _path(self, step: int) -> Path:
@@ -301,31 +292,6 @@ def _write_manifest(directory: Path, step: int) -> int:
     for parent, _directories, _names in os.walk(directory):
         _sync(parent)
     return manifest.stat().st_size + sum(int(str(file["bytes"])) for file in files.values())
-
-
-def _check(directory: Path, step: int, *, contents: bool) -> None:
-    """Checks that a checkpoint's files are those of its manifest; raises Torn or OSError if not."""
-    try:
-        manifest = json.loads((directory / _MANIFEST).read_bytes())
-        of, listed = (
-            manifest["step"],
-            {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()},
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Torn(f"{_MANIFEST} is cut off or changed") from error
-    if of != step:
-        raise Torn(f"its manifest is that of step {of}")
-    found = _files(directory)
-    for name in sorted({*listed, *found}):
-        if name not in found:
-            raise Torn(f"{name} is missing")
-        if name not in listed:
-            raise Torn(f"{name} is not in the manifest")
-        if (size := found[name].stat().st_size) != listed[name][0]:
-            raise Torn(f"{name} has {size} bytes instead of {listed[name][0]}")
-    for name, (_size, digest) in listed.items() if contents else ():
-        if sha256_of(found[name]) != digest:
-            raise Torn(f"the contents of {name} have changed")
 
 
 def _sync(path: str | os.PathLike[str]) -> None:

@@ -153,14 +153,6 @@ def test_a_steps_timings_go_by_verls_names() -> None:
     }
 
 
-def test_the_first_step_holds_the_start_and_what_follows_its_sync() -> None:
-    metrics = step_metrics(run(), 1)
-    assert metrics["timing_s/step"] == 9.5
-    assert metrics["timing_s/testing"] == 0.25
-    assert metrics["timing_s/save"] == 0.5
-    assert metrics["overlap/exposed_wait_s"] == 1 + 2.25 + 0.25
-
-
 def test_steps_tile_the_run() -> None:
     trace = run()
     both = [step_metrics(trace, step) for step in (1, 2)]

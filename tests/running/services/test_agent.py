@@ -159,15 +159,3 @@ def test_a_frozen_agent_speaks_of_its_own_section_where_its_process_is_its_own(
     assert "for 3 s" in style.why
     assert "(style.frozen_after)" in style.why
     assert style.why.endswith("style.manager=remote.")
-
-
-@pytest.mark.parametrize(
-    ("frozen_after", "timeout_s", "after_s"),
-    [(None, 120.0, 120.0), (None, 1.0, 10.0), (None, None, None), (3.0, 120.0, 3.0), (0.0, 120.0, None)],
-)
-def test_an_agent_may_freeze_for_its_time_out(
-    frozen_after: float | None, timeout_s: float | None, after_s: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(DEATH_REASON, "why")
-    found = _frozen_exit(RewardConfig(frozen_after=frozen_after), timeout_s, "reward")
-    assert (found and found.after_s) == after_s

@@ -15,13 +15,11 @@ from dataflow.errors import ConfigError, UserError
 from dataflow.running.preparing.models import settle_trained
 from dataflow.running.services.hosting import (
     HF,
-    REPLICAS,
     VLLM,
     critic_host,
     pools_of,
     reward_host,
     rollout_host,
-    trainer_host,
 )
 from dataflow.running.services.training import check_trained
 from dataflow.stage import Hosted
@@ -73,13 +71,6 @@ def test_a_temperature_that_vllm_refuses_is_said_before_anything_starts(vllm_for
     assert host(engine={"rollout": "hf", "temperature": 3}).factory == HF
 
 
-def test_replicas_are_given_what_one_is(vllm_for: Any) -> None:
-    vllm_for("cpu")
-    several = host(engine={"replicas": 2})
-    assert several.factory == REPLICAS
-    assert several.options["options"] == host().options
-
-
 @pytest.mark.parametrize("gpus", [0.5])
 def test_parts_of_gpus_are_refused_where_engine_and_trainer_share_them(vllm_for: Any, gpus: float) -> None:
     vllm_for("cuda")
@@ -117,15 +108,6 @@ def test_the_critic_begins_with_the_actors_model_or_another_with_its_tokens(tmp_
     missing = ppo(model={"path": "actor"}, critic={"path": str(tmp_path / "none")})
     with pytest.raises(UserError, match=r"critic\.path=.*none does not exist"):
         settle_trained(missing, "critic")
-
-
-def test_torchs_cached_memory_is_freed_for_the_critic() -> None:
-    config = ppo(placement="disaggregated", ray={"gpus_per_worker": 1}, model={"path": "x"})
-    pools = pools_of(config, critic=True)
-    assert trainer_host(config, pools).options["shares_gpu"]
-    assert critic_host(config, pools).options["shares_gpu"]
-    with pytest.raises(ConfigError, match="trainer and critic share whole GPUs; give 1"):
-        pools_of(ppo(placement="disaggregated", ray={"gpus_per_worker": 0.5}), critic=True)
 
 
 @pytest.mark.heavy

@@ -19,7 +19,6 @@ from dataflow.graph import Pipeline
 from dataflow.rewards.models.served import ServedReward
 from dataflow.running.services import served_models
 from dataflow.running.services.served_models import ServedModels, model_hosts
-from dataflow.system.serving import Child, Port
 from tests.rigs.processes import below, command, left
 from tests.rigs.stand_in_server import COMMAND
 
@@ -111,27 +110,6 @@ def test_the_run_goes_on_with_the_servers_that_are_left_and_ends_without_any(tmp
     run(body())
     assert sum("the run goes on with 1 of its servers" in line for line in warned) == 1
     assert "ended (killed, or out of memory), after 0 restarts (reward.models.rm.restarts=0); see" in str(lost[0])
-
-
-def test_a_lost_server_that_shares_gpus_ends_the_run_as_all_are_woken(tmp_path: Path) -> None:
-    found, lost = config("reward.models.rm.replicas=2", "reward.models.rm.placement=colocated"), list[RunError]()
-    served = ServedModels(found, tmp_path, lost.append)
-    served._lose("rm", "server 0", RunError("it ended"))
-    assert [str(each) for each in lost] == ["it ended"]
-
-
-def test_a_router_starts_although_one_of_its_servers_is_down(tmp_path: Path) -> None:
-    port, down, lost = Port(), Port(), list[RunError]()
-
-    async def body() -> None:
-        with Child(COMMAND, port, tmp_path / "log", None, 30.0, "a server") as server:
-            found = RunConfig.model_validate({"reward": {"models": {"rm": {"url": [server.url, down.url]}}}})
-            async with serving(found, tmp_path, lost):
-                assert await scored(found, 20) == [float(at + 1) for at in range(20)]
-
-    run(body())
-    down.close()
-    assert lost == []
 
 
 def test_a_server_that_does_not_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
