@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.config.loading.saved import CONFIG, read_values
-from dataflow.errors import ConfigError, counted
+from dataflow.errors import ConfigError
 from dataflow.running.directory import check_run
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
@@ -98,16 +98,14 @@ def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = Fal
         step: whose weights they are.
         adapter: whether it is of a LoRA adapter alone.
     """
-    data, policy, algorithm = values.get("data") or {}, values.get("policy") or {}, values.get("algorithm") or {}
-    origin = values.get("origin") or {}
+    origin, base = values.get("origin") or {}, (values.get("model") or {}).get("path")
     scores: dict[str, float] = {}
     for row in read_metrics(run / METRICS):
         if row["step"] in (0, step):
             scores |= {f"{name}, step {row['step']}": v for name, v in row.items() if name.startswith("val-core/")}
-    base, options = (values.get("model") or {}).get("path"), data.get("apply_chat_template_kwargs")
-    lora = ((values.get("trainer") or {}).get("lora") or {}).get("rank")
-    trained = f", as a LoRA adapter of rank {lora}{'' if adapter else ', which is merged here'}" if lora else ""
-    revision = f", git revision `{origin['revision']}`" if "revision" in origin else ""
+    options = (values.get("data") or {}).get("apply_chat_template_kwargs")
+    rank = ((values.get("trainer") or {}).get("lora") or {}).get("rank")
+    lora = f", as a LoRA adapter of rank {rank}{'' if adapter else ', which is merged here'}" if rank else ""
     lines = [
         "---",
         *(["library_name: peft", f"base_model: {base}"] if adapter else ["library_name: transformers"]),
@@ -117,14 +115,9 @@ def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = Fal
         "",
         f"# {run.resolve().name}, step {step}",
         "",
-        f"Trained by dataflow from `{base}`, with {algorithm.get('adv_estimator')} advantages, under the scheduling "
-        f"policy {policy.get('preset')} (staleness at most {policy.get('max_staleness')}){trained}.",
+        f"Trained by dataflow from `{base}`{lora}, with the configuration below.",
         "",
-        f"- Training data: {data.get('train') or 'generated word problems'}; "
-        f"{counted(data.get('prompts') or 0, 'prompt')} a step, "
-        f"{counted((values.get('engine') or {}).get('n') or 0, 'response')} each.",
         *([f"- Options of the chat template, to serve it with as well: `{json.dumps(options)}`."] if options else []),
-        f"- Seed {values.get('seed')}; pipeline file SHA-256 `{origin.get('sha256')}`{revision}.",
         f"- Versions: {', '.join(f'{name} {of}' for name, of in (origin.get('versions') or {}).items())}.",
         *(f"- {name}: {score:.4f}" for name, score in scores.items()),
         "",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,6 @@ REWARD = "dataflow.running.services.agent:build_agent"
 ROUTER = "127.0.0.1:0"
 """Address of the reward models for users' functions while it is not known."""
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
-_UNNAMED = uuid.uuid4().hex
-"""Stands for the runs without a name of this process."""
 # Shares of a GPU for trainer, critic and engine; colocated reward models have the rest. On a shared GPU the trainer's
 # share is over half of it, the critic's over half of the rest, and so on, so that Ray, which places the largest shares
 # first, puts no two ranks on one GPU.
@@ -344,8 +341,7 @@ def _weights_directory(config: Any) -> str | None:
         own = config.run_file("weights")
         return None if own is None else str(own)
     # Runs of one name in other folders, or on other machines, may share engine.weights_dir.
-    run = f"{platform.node()}:{config.run_file('')}" if config.name else _UNNAMED
-    digest = hashlib.sha256(run.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(f"{platform.node()}:{config.run_file('')}".encode()).hexdigest()[:8]
     return str(Path(config.engine.weights_dir, f"{config.name or 'run'}-weights-{digest}"))
 
 

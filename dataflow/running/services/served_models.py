@@ -22,11 +22,9 @@ from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
-from dataflow.files import no_file
 from dataflow.models.directory import chat_template, check_files, check_head, headers
-from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.functions import load_reward, takes
-from dataflow.rewards.models.conversation import check_template, read_template
+from dataflow.rewards.models.conversation import read_template
 from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
 from dataflow.running.services.hosting import SHARES
@@ -135,14 +133,11 @@ def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
                 f"model {path} answers {labels} numbers (labels), where a score is one; give a model with one label, "
                 "or a reward function that makes a score of them."
             )
-    if model.template is None:
-        if not chat_template(path):
+    if model.kind == "chat":  # the template of a classifier is checked where its client is
+        if model.template is not None:
+            read_template(model.template, f"template={model.template}")
+        elif not chat_template(path):
             raise ConfigError(f"model {path} has no chat template; give template, a Jinja file.")
-    elif (why := no_file(Path(model.template).expanduser())) is not None:
-        raise ConfigError(f"template={model.template}: {why}; give a Jinja file.")
-    elif model.kind == "chat":  # the template of a classifier is checked where its client is
-        where = f"template={model.template}"
-        check_template(load_tokenizer(str(path), "path"), read_template(model.template, where), where)
     if (found := vllm_device()) != device:
         devices = {"cpu": "the CPU", "cuda": "GPUs"}
         there = "is not installed" if found is None else f"that is installed is for {devices[found]}"
