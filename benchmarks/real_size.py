@@ -48,7 +48,7 @@ from dataflow.stages.reward import reward_collect, reward_request
 from dataflow.stages.rollout import rollout
 from dataflow.stages.samples import write_samples
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import update_stage
+from dataflow.stages.update import actor_update
 from dataflow.system.loopback import ray_stays_on_loopback
 from dataflow.timeline.spans import Span, Trace
 
@@ -113,7 +113,7 @@ def pipeline_of(options: argparse.Namespace, samples: str) -> Pipeline:
         *log_prob_stages(config.algorithm, trainer=trainer),
         reward_collect.bind(agent=agent),
         noting(advantage_stage(config.algorithm)),
-        noting(update_stage(config.algorithm).bind(trainer=trainer, groups=options.prompts)),
+        noting(actor_update.bind(trainer=trainer, groups=options.prompts)),
         gather_weights.bind(trainer=trainer),
         sync_weights.bind(engine=engine),
         write_samples.bind(every=1, directory=samples, most=2048),

@@ -14,8 +14,9 @@ from dataflow.rewards.models.server import Sleeper
 from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stage import Hosted, Stage
 from dataflow.stages.checkpoint import checkpoint_stages
+from dataflow.stages.log_prob import bypassing
 from dataflow.stages.normalize import with_running
-from dataflow.stages.update import update_stage
+from dataflow.stages.update import actor_update
 
 _MADE_BY = {
     "values": ("the values of a critic", "pipelines/ppo_critic.py"),
@@ -33,7 +34,8 @@ def actor_stage(config: Any, *, trainer: Hosted, on: str, **options: Any) -> Sta
         on: its resource.
         options: further options of :func:`~dataflow.stages.update.actor_update`, such as ``warmup``.
     """
-    return update_stage(config.algorithm).bind(
+    update = bypassing(actor_update) if config.algorithm.bypass_mode else actor_update
+    return update.bind(
         on=on,
         trainer=trainer,
         groups=config.data.prompts,

@@ -10,6 +10,7 @@ from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.engines.base import Sampling
 from dataflow.errors import ConfigError, nearest
 from dataflow.stage import Read, Stage
+from dataflow.stages.conversation import Talk
 from dataflow.stages.reward import greedy_score
 from dataflow.stages.rollout import rollout, val_rollout
 
@@ -28,22 +29,12 @@ def rollout_stages(config: Any) -> tuple[Stage, Stage]:
     # Sleeping takes time, and is only useful if the trainer uses the same GPU.
     shared = config.placement == "colocated" and config.ray.gpus_per_worker > 0
     how = {"seed": config.seed, "sleeps": shared}
-    if not offer.offered:
-        return rollout.bind(sampling=sampling, **how), val_rollout.bind(sampling=held_out, **how)
-    from dataflow.stages.conversation import conversation, val_conversation
-    from dataflow.tools import toolbox_of
+    if offer.offered:
+        from dataflow.tools import toolbox_of
 
-    talk = {
-        **how,
-        "tools": toolbox_of(config).check(),
-        "max_turns": offer.max_turns,
-        "max_response_tokens": offer.max_response_tokens,
-        "max_prompt_length": config.data.max_prompt_length,
-    }
-    return (
-        conversation.bind(name="rollout", sampling=sampling, **talk),
-        val_conversation.bind(name="val_rollout", sampling=held_out, **talk),
-    )
+        tools = toolbox_of(config).check()
+        how["talk"] = Talk(tools, offer.max_turns, offer.max_response_tokens, config.data.max_prompt_length)
+    return rollout.bind(sampling=sampling, **how), val_rollout.bind(sampling=held_out, **how)
 
 
 def greedy_stages(config: Any, val_respond: Stage, *, engine: Any, agent: Any, on: str) -> list[Stage]:

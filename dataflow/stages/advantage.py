@@ -235,7 +235,6 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
             values = data.batch[column]
             check_finite(values, what, samples, task, counts=mask if values.ndim > 1 else None)
     equal = _of_equal_scores(samples, estimator)
-    zeroed = bool(equal.any())
     config = AlgoConfig(
         adv_estimator=name,
         gamma=algorithm.gamma,
@@ -246,37 +245,30 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     )
     given = {
         # Zeros minus their mean are exactly 0; other equal numbers minus their mean may differ in the last digit.
-        "token_level_rewards": rewards.masked_fill(equal[:, None], 0.0) if zeroed and estimator.relative else rewards,
+        "token_level_rewards": rewards.masked_fill(equal[:, None], 0.0) if estimator.relative else rewards,
         "response_mask": mask,
         "index": data.non_tensor_batch["uid"],
         "config": config,
         "gamma": algorithm.gamma,
         "lam": algorithm.lam,
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
-        # Only for GDPO, which takes the score for want of other rewards.
-        **(
-            {"non_tensor_batch": _rewards(samples, algorithm, task), "batch": data.batch}
-            if config.gdpo_reward_keys
-            else {}
-        ),
         **{column: data.batch[column] for column in _READ if column in data.batch},
     }
+    if config.gdpo_reward_keys:  # without them, GDPO takes the score
+        given |= {"non_tensor_batch": _rewards(samples, algorithm, task), "batch": data.batch}
     estimate = get_adv_estimator_fn(name)
     # Some of verl's estimators take an option as an argument, some from the configuration.
     takes = inspect.signature(estimate).parameters
     # verl's estimators that whiten need two tokens. One alone, or none where a correction rejects all, trains nothing.
     tokens = int(samples.nonzero("response_mask").sum())
-    some = tokens > 0
-    nothing = not some or (bool(estimator.whole_batch) and tokens == 1)
-    advantages, returns = (
-        (torch.zeros_like(scores), torch.zeros_like(scores))
-        if nothing
-        else estimate(**{key: value for key, value in given.items() if key in takes})
-    )
+    if tokens > (1 if estimator.whole_batch else 0):
+        advantages, returns = estimate(**{key: value for key, value in given.items() if key in takes})
+    else:
+        advantages, returns = torch.zeros_like(scores), torch.zeros_like(scores)
     if _whitens_later(algorithm):
         advantages = returns - data.batch["values"]  # verl's GAE returns them whitened
     if not estimator.relative:
-        advantages = advantages.masked_fill(equal[:, None], 0.0) if zeroed else advantages
+        advantages = advantages.masked_fill(equal[:, None], 0.0)
         returns = advantages if name == "gpg" else returns
     check_finite(advantages, "the advantage", samples, task, counts=mask)
     found = {"advantages": advantages.float()}
@@ -291,7 +283,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     metrics |= {name: share for name, share in clipped.items() if np.isfinite(metrics[name])}
     metrics = _counted(metrics, data.batch, samples)
     # Means over no tokens are NaN, which would hide those of the step's other parts.
-    task.log({name: value for name, value in metrics.items() if some or np.isfinite(value)})
+    task.log({name: value for name, value in metrics.items() if tokens or np.isfinite(value)})
     return found
 
 
@@ -322,16 +314,12 @@ def _rewards(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, np.nda
 
     found = {}
     for key in algorithm.gdpo_reward_keys:
-        values = np.asarray(samples[key]) if key in samples else None
-        if values is None or values.ndim != 1 or any(isinstance(value, str) for value in values):
+        values = np.asarray(samples[key] if key in samples else [None] * len(samples))
+        if missing := sum(value is None or isinstance(value, str) for value in values):
             raise DataError(
-                f"algorithm.gdpo_reward_keys: the rewards have no numbers '{key}'; let the reward function return "
-                f"{{'score': ..., '{key}': ...}}."
-            )
-        if missing := sum(value is None for value in values):
-            raise DataError(
-                f"algorithm.gdpo_reward_keys: {missing} of {len(values)} samples have no '{key}'; let the reward "
-                "function return it for each, and reward.on_failure drop those that fail (score:X gives a score alone)."
+                f"algorithm.gdpo_reward_keys: {missing} of {len(values)} samples have no number '{key}'; let the "
+                f"reward function return {{'score': ..., '{key}': ...}} for each, and reward.on_failure drop those "
+                "that fail (score:X gives a score alone)."
             )
         numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
         check_finite(numbers, f"'{key}' (algorithm.gdpo_reward_keys)", samples, task, most=LARGEST_SCORE)
@@ -348,10 +336,10 @@ def check_finite(
     counts: torch.Tensor | None = None,
     most: float = 3e38,
 ) -> None:
-    """Checks numbers of samples before one that is NaN makes the whole update NaN.
+    """Checks numbers of samples, ``[rows]`` or ``[rows, R]``, before one that is NaN makes the whole update NaN.
 
     Args:
-        values: ``[rows]`` or ``[rows, R]``.
+        values: the numbers.
         what: they are, for the message.
         samples: of these rows.
         task: that checks them.
@@ -359,7 +347,7 @@ def check_finite(
         most: the largest one.
 
     Raises:
-        DataError: one is NaN, infinite or larger; with its sample.
+        DataError: one is NaN, infinite or larger than ``most``; with its sample.
     """
     bad = ~(values.abs() <= most)
     bad = bad if counts is None else bad & (counts != 0)

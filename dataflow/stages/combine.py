@@ -16,37 +16,13 @@ from dataflow.errors import ConfigError, nearest
 from dataflow.graph import Read, Stage, TaskInfo
 from dataflow.metrics import Mean
 from dataflow.stages.advantage import check_finite
-from dataflow.stages.reward import rewards_of
+from dataflow.stages.reward import rewards_field
 from dataflow.usercode.numeric import LARGEST_SCORE
 
 LENGTH = "length"
 """The weight of the penalty for length."""
 _REQUEST = "request_"
 """Columns of an agent that say how its requests went; the trace has them, too."""
-
-
-def check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
-    """Checks the weights of :func:`combine`.
-
-    Args:
-        weights: by the name of the source, and ``length``.
-        sources: names of the sources.
-
-    Raises:
-        ConfigError: a weight is not of a source, is negative, or none counts; or a source has no weight, so that it
-            would be asked for nothing.
-    """
-    for name, weight in weights.items():
-        if name not in (*sources, LENGTH):
-            raise ConfigError(f"weights: there is no reward '{name}'{nearest(name, [*sources, LENGTH]) or '.'}")
-        if not 0 <= weight < float("inf"):
-            raise ConfigError(f"weights: {name}={weight:g}; give a finite number of at least 0.")
-    for name in sources:
-        if not weights.get(name):
-            raise ConfigError(
-                f"weights.{name}=0: its agent would be asked and paid for nothing; give it a weight, or leave the "
-                "agent out of the pipeline."
-            )
 
 
 def combine_stage(agents: Mapping[str, str], *, weights: Mapping[str, float], length: int) -> Stage:
@@ -57,14 +33,24 @@ def combine_stage(agents: Mapping[str, str], *, weights: Mapping[str, float], le
         weights, length: see :func:`combine`.
 
     Raises:
-        ConfigError: see :func:`check_weights`.
+        ConfigError: a weight is of no source or negative, or a source has none, so that it would be asked for nothing.
     """
-    check_weights(weights, list(agents))
+    for name, weight in weights.items():
+        if name not in (*agents, LENGTH):
+            raise ConfigError(f"weights: there is no reward '{name}'{nearest(name, [*agents, LENGTH]) or '.'}")
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(f"weights: {name}={weight:g}; give a finite number of at least 0.")
+    for name in agents:
+        if not weights.get(name):
+            raise ConfigError(
+                f"weights.{name}=0: its agent would be asked and paid for nothing; give it a weight, or leave the "
+                "agent out of the pipeline."
+            )
     return Stage(
         name="combine",
         fn=combine,
         # A field for each agent, so that the function's parameters cannot name them.
-        reads=(Read("responses"), *(Read(rewards_of(agent)) for agent in agents.values())),
+        reads=(Read("responses"), *(Read(rewards_field(agent)) for agent in agents.values())),
         writes=("scores",),
         on="controller",
         per="part",

@@ -71,10 +71,7 @@ def rollout_correction(responses: Batch, old_log_probs: Batch, *, algorithm: Any
     return responses.like(**columns)
 
 
-@stage(
-    writes=("kl_penalty", "kl_coef"),
-    on="controller",
-)
+@stage(writes=("kl_penalty", "kl_coef"), on="controller")
 def kl_penalty(
     responses: Batch,
     old_log_probs: Batch,

@@ -17,7 +17,7 @@ from dataflow.batch import Batch
 from dataflow.errors import PipelineError
 from dataflow.graph import Latest, Stage, TaskInfo, stage
 from dataflow.reward_agent import MAIN, metric
-from dataflow.stages.reward import rewards_of
+from dataflow.stages.reward import rewards_field
 
 if TYPE_CHECKING:
     import torch
@@ -95,11 +95,7 @@ def _scale(moments: object) -> tuple[float, float]:
 
 
 def with_running(stages: Sequence[Stage], agents: Collection[str]) -> list[Stage]:
-    """Returns the stages of a pipeline with those that normalise the rewards of some agents.
-
-    Args:
-        stages: of a pipeline; those that read the rewards read the normalised ones.
-        agents: names of the agents.
+    """Returns the stages of a pipeline with those that normalise the rewards of the agents of these names.
 
     Raises:
         PipelineError: a stage asks for rewards in another way.
@@ -110,7 +106,7 @@ def with_running(stages: Sequence[Stage], agents: Collection[str]) -> list[Stage
         if name not in agents or each.role in ("requests", "validates"):
             found.append(each)
             continue
-        rewards = rewards_of(name)
+        rewards = rewards_field(name)
         moments = f"{'' if name == MAIN else f'{name}_'}reward_moments"
         renamed = {"rewards": rewards, "raw_rewards": f"raw_{rewards}", "reward_moments": moments}
         if each.collects and each.writes == (rewards,):
@@ -135,4 +131,4 @@ def with_running(stages: Sequence[Stage], agents: Collection[str]) -> list[Stage
 
 def normalizes(stages: Sequence[Stage], agent: str) -> bool:
     """Whether a stage normalises the rewards of an agent."""
-    return any(f"raw_{rewards_of(agent)}" in each.writes for each in stages)
+    return any(f"raw_{rewards_field(agent)}" in each.writes for each in stages)

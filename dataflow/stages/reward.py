@@ -35,12 +35,11 @@ async def reward_request(
     sleeper: Sleeper | None = None,
     task: TaskInfo,
 ) -> Ticket:
-    """Submits the responses to the agent and returns at once; they are scored meanwhile. A streaming rollout calls it
-    with each chunk.
+    """Submits the responses to the agent and returns at once; a streaming rollout calls it with each chunk.
 
     ``extra_groups`` of the groups take the place of failed ones and of those that ``group_filter`` leaves out: that
-    many fewer are collected, and what is not needed of them is cancelled. With a
-    ``sleeper``, whose reward model is awake only meanwhile, it returns when all requests have ended.
+    many fewer are collected, and what is not needed of them is cancelled. With a ``sleeper``, whose reward model is
+    awake only meanwhile, it returns when all requests have ended.
     """
     task.note(requests=len(responses))
     more = task.parts > 1
@@ -77,13 +76,14 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
             **{f"limit{'/' + name if name else ''}": float(n) for name, n in stats["limit"].items()},
         }
         task.log({metric(agent.name, name): value for name, value in found.items()})
-    return _bare(rewards)
+    # Without meta: the marks are in the trace, and later batches need not carry them.
+    return Batch(rewards.groups, {**rewards.columns, **_requests(rewards).columns})
 
 
-def rewards_of(agent: str) -> str:
+def rewards_field(agent: str) -> str:
     """Returns the field with an agent's rewards.
 
-    >>> rewards_of("reward"), rewards_of("style")
+    >>> rewards_field("reward"), rewards_field("style")
     ('rewards', 'style_rewards')
     """
     return "rewards" if agent == MAIN else f"{agent}_rewards"
@@ -101,7 +101,7 @@ def agent_stages(agent: Hosted, **options: Any) -> tuple[Stage, Stage]:
             the parts of a step, the first one listed.
     """
     name = agent.name
-    renamed = {"reward_ticket": f"{name}_ticket", "rewards": rewards_of(name)}
+    renamed = {"reward_ticket": f"{name}_ticket", "rewards": rewards_field(name)}
     request = reward_request.bind(name=f"{name}_request", renamed=renamed, agent=agent, **options)
     return request, reward_collect.bind(name=f"{name}_collect", on=name, renamed=renamed, agent=agent)
 
@@ -110,10 +110,7 @@ def agent_stages(agent: Hosted, **options: Any) -> tuple[Stage, Stage]:
 async def greedy_score(greedy_responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Batch:
     """Scores the greedy responses of a step (ReMax's baselines), with the priority of its other requests.
 
-    Args:
-        greedy_responses: one a prompt.
-        agent: scores them.
-        task: takes ``reward/baseline``, the mean of the scores.
+    It logs ``reward/baseline``, the mean of the scores.
 
     Returns:
         A row for each group: ``reward_baselines`` float32, and under a failure rule that drops samples
@@ -159,11 +156,6 @@ async def val_score(
     return scores
 
 
-def _bare(rewards: Batch) -> Batch:
-    """Returns the columns without meta: marks are in the trace, and later batches need not carry them."""
-    return Batch(rewards.groups, {**rewards.columns, **_requests(rewards).columns})
-
-
 def _requests(rewards: Batch) -> Batch:
     """Returns how the request of each row went: its times by ``clock.now()``, its tries, and what else ended it."""
     import torch
@@ -179,14 +171,7 @@ def _requests(rewards: Batch) -> Batch:
 
 
 def mark_requests(rewards: Batch, agent: str, task: TaskInfo, **facts: Any) -> None:
-    """Records the requests of collected rewards in the trace, and how the agent's limit varied meanwhile.
-
-    Args:
-        rewards: as the agent returned them.
-        agent: its name.
-        task: that collected them.
-        facts: of each request.
-    """
+    """Records the requests of collected rewards in the trace, with facts of each, and how the agent's limit varied."""
     for record in rewards.meta["records"] + rewards.meta["replaced"]:
         task.mark("reward", **record, step=task.step, **facts)
     for at, endpoint, limit in rewards.meta["limits"]:

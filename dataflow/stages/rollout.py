@@ -5,6 +5,7 @@ If the policy streams, finished groups are emitted in chunks while the others ar
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from dataflow.errors import RunError
 from dataflow.graph import Carried, TaskInfo, stage
 from dataflow.metrics import Provisional, Sum
 from dataflow.stage import SAMPLED
+from dataflow.stages.conversation import Talk, conversations, turn_metrics
 from dataflow.system import clock
 
 CLIP_RATIO = "response_length/clip_ratio"
@@ -33,33 +35,37 @@ async def rollout(
     engine: RolloutEngine,
     sampling: Sampling,
     seed: int,
+    talk: Talk | None = None,
     sleeps: bool = False,
     task: TaskInfo,
 ) -> Batch:
     """Samples ``sampling.n`` responses per prompt with the weights the policy allows.
 
     Args:
-        prompts: a row per prompt (``prompt_ids`` and what the reward needs).
+        prompts: a row per prompt (``prompt_ids`` and what the reward needs; for conversations ``raw_prompt``, too).
         weights_version: of the weights that the engine must hold; None before the first sync.
         engine: holds the weights.
         sampling: how to draw.
         seed: of the run; each sample has a random stream of its own, derived from the seed, the step, the group and
             its index in the group.
+        talk: makes each response a conversation with tools; None for one turn.
         sleeps: whether the engine frees its GPU memory while it does not sample.
-        task: gives the step.
+        task: gives the step, and takes the metrics of lengths, staleness and turns.
 
     Returns:
-        What :meth:`RolloutEngine.batch` returns, padded to ``sampling.max_tokens``.
+        What :meth:`RolloutEngine.batch` returns, padded to the longest response, with the facts of
+        :func:`~dataflow.stages.conversation.conversations`.
 
     Raises:
         RunError: the engine holds another version.
+        DataError: a prompt with its tools is too long, or its ``tools_kwargs`` do not fit them.
     """
-    check_version(engine, weights_version, task)
-    left = not_emitted(prompts, task)
-    samples = engine.generate(left, sampling, seed=(seed << 20) + task.step)
-    responses = await emit_batches(prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
+    drawn = (seed << 20) + task.step
+    responses = await _sampled(prompts, weights_version, drawn, engine, sampling, talk, sleeps, task)
     task.log({"staleness/rollout": float(task.step - 1 - responses.meta["weights_version"])})
     task.log({name: Provisional(value) for name, value in length_metrics(responses).items()})
+    if talk is not None:
+        task.log(turn_metrics(responses))
     return responses
 
 
@@ -71,22 +77,36 @@ async def val_rollout(
     engine: RolloutEngine,
     sampling: Sampling,
     seed: int,
+    talk: Talk | None = None,
     sleeps: bool = False,
     task: TaskInfo,
 ) -> Batch:
-    """Answers the held-out prompts with the weights of this step."""
-    check_version(engine, weights_version, task)
-    samples = engine.generate(val_prompts, sampling, seed=VALIDATION_SEED + seed)
-    return await emit_batches(val_prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
+    """Answers the held-out prompts with the weights of this step; see :func:`rollout`."""
+    return await _sampled(val_prompts, weights_version, VALIDATION_SEED + seed, engine, sampling, talk, sleeps, task)
 
 
-def check_version(engine: RolloutEngine, weights_version: int | None, task: TaskInfo) -> None:
-    """Fails unless the engine holds the weights that the graph says it does."""
+async def _sampled(
+    prompts: Batch,
+    weights_version: int | None,
+    seed: int,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    talk: Talk | None,
+    sleeps: bool,
+    task: TaskInfo,
+) -> Batch:
+    """Samples the responses that the task has not emitted before, and returns all of them."""
     if engine.version != (weights_version or 0):
         raise RunError(
             f"{task.stage}[{task.step}]: the engine holds weights version {engine.version}, "
             f"where the graph needs {weights_version or 0}; a sync was lost or came too early."
         )
+    if talk is None:
+        samples = engine.generate(not_emitted(prompts, task), sampling, seed=seed)
+        return await emit_batches(prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
+    described = await asyncio.to_thread(talk.tools.ready, prompts, talk.max_prompt_length)
+    samples = conversations(not_emitted(described, task), engine, sampling, talk, seed)
+    return await emit_batches(described, samples, engine, sampling.n, talk.max_tokens, task, sleeps)
 
 
 def length_metrics(responses: Batch) -> dict[str, float]:

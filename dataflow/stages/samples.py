@@ -43,14 +43,14 @@ async def write_samples(
     most: int | None = None,
     task: TaskInfo,
 ) -> None:
-    """Writes the samples that a step trains on, all its parts in one file.
+    """Writes the samples that a step trains on, all its parts in one file; all batches have the same groups.
 
     If the disk fails, only this file is lost: a warning is logged, and training continues.
 
     Args:
         responses: columns of a rollout.
-        rewards: their scores, and further columns that the reward returned; the same groups in the same order.
-        advantages: their advantages; None leaves the column out.
+        rewards: their scores, and further columns that the reward returned.
+        advantages: None leaves the column out.
         directory: of the run's samples; None writes nothing, for a run without a name.
         most: samples to keep, see :func:`kept`; None for all.
         task: gives the step; notes the samples that were written and left out.
@@ -128,14 +128,10 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
     rows = len(responses)
     found: dict[str, Sequence[Any]] = {"step": [step] * rows, "group": responses.groups.tolist()}
     found["sample"] = [index for size in responses.sizes.values() for index in range(size)]
-    if "data_source" in responses:
-        found["data_source"] = responses["data_source"]
     if "raw_prompt" in responses:
         found["prompt"] = [_chat(messages) for messages in responses["raw_prompt"]]
-    if "ground_truth" in responses:
-        found["ground_truth"] = responses["ground_truth"]
-    if "response_text" in responses:
-        found["response"] = responses["response_text"]
+    texts = {"data_source": "data_source", "ground_truth": "ground_truth", "response_text": "response"}
+    found |= {ours: responses[name] for name, ours in texts.items() if name in responses}
     found["score"] = _numbers(rewards["score"])
     if advantages is not None:
         found["advantage"] = _advantage(advantages, responses)
@@ -182,11 +178,7 @@ def _chat(messages: Any) -> str:
 
 
 def sample_stages(config: Any) -> list[Stage]:
-    """Returns the stages that write a run's samples: none, that of training, and with evaluations theirs.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-    """
+    """Returns the stages that write the samples of a :class:`~dataflow.config.run.RunConfig`: one, two or none."""
     if not config.samples.every:
         return []
     how = {"directory": config.run_file("samples"), "most": config.samples.most}

@@ -12,9 +12,8 @@ from typing import Any
 from dataflow.batch import Batch
 from dataflow.engines.base import Trainer
 from dataflow.errors import RunError, counted
-from dataflow.graph import Latest, Stage, TaskInfo, stage
+from dataflow.graph import Latest, TaskInfo, stage
 from dataflow.metrics import Sum
-from dataflow.stages.log_prob import bypassing
 
 
 @dataclass(frozen=True)
@@ -155,12 +154,3 @@ def actor_update(
     if task.step <= warmup:
         return trained
     return trained.after(trainer.update(batch, last=task.last), batch, task, "actor", max_skipped)
-
-
-def update_stage(algorithm: Any) -> Stage:
-    """Returns the stage ``actor_update``; with ``bypass_mode`` it takes the rollout's log-probs for the old ones.
-
-    Args:
-        algorithm: the options of section ``algorithm``.
-    """
-    return bypassing(actor_update) if algorithm.bypass_mode else actor_update

@@ -32,23 +32,18 @@ def val_check(val_responses: Batch, *, compute_score: Callable[..., Any], task: 
     """
     import torch
 
-    scores = scores_by(compute_score, val_responses)
-    task.log(mean_scores(val_responses, scores))
-    return val_responses.like(score=torch.tensor(scores, dtype=torch.float32))
-
-
-def scores_by(compute_score: Callable[..., Any], responses: Batch) -> list[float]:
-    """Returns the score of each response by a function with verl's four keywords, called for one after another."""
-    infos = responses["extra_info"] if "extra_info" in responses else [None] * len(responses)
-    rows = zip(responses["data_source"], responses["response_text"], responses["ground_truth"], infos, strict=True)
-    return [
+    infos = val_responses["extra_info"] if "extra_info" in val_responses else [None] * len(val_responses)
+    columns = (val_responses[name] for name in ("data_source", "response_text", "ground_truth"))
+    scores = [
         float(
             compute_score(
                 data_source=source, solution_str=text, ground_truth=own_copy(truth), extra_info=own_copy(info or {})
             )
         )
-        for source, text, truth, info in rows
+        for source, text, truth, info in zip(*columns, infos, strict=True)
     ]
+    task.log(mean_scores(val_responses, scores))
+    return val_responses.like(score=torch.tensor(scores, dtype=torch.float32))
 
 
 def accuracies(scores: Batch) -> tuple[str, list[float]]:

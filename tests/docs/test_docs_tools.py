@@ -63,7 +63,7 @@ def test_commands_build_a_pipeline(words: list[str], monkeypatch: pytest.MonkeyP
     module = load_pipeline_file(words[2])
     config = parse_overrides(module.Config, words[3:])
     stages = module.pipeline(config).by_name
-    how = stages["rollout"].services["tools"].how
+    how = stages["rollout"].services["talk"].tools.how
     assert how == "auto" or how.parse("nothing") == []
 
 

@@ -15,7 +15,7 @@ from dataflow.graph import TaskInfo
 from dataflow.models.problems import generate
 from dataflow.models.tiny import tiny_model
 from dataflow.models.tokenizer import load_chat_tokenizer, prompt_ids
-from dataflow.stages.conversation import conversation
+from dataflow.stages.rollout import rollout
 from dataflow.tools.calculator import calculator
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import ScriptedRollout, call
@@ -45,13 +45,13 @@ def bound(example: ModuleType, model: Path, *words: str) -> tuple[Any, dict[str,
     """Returns the engine of the example's pipeline, not built yet, and what else its rollout is given."""
     config = parse_overrides(example.Config, [f"model.path={model}", *words])
     stage = example.pipeline(config).by_name["rollout"]
-    assert stage.fn is conversation.fn
+    assert stage.services["talk"] is not None
     tools = dict(stage.services)
     return tools.pop("engine"), tools
 
 
 def talk(engine: Any, tools: dict[str, Any], prompts: Batch) -> Batch:
-    return run(conversation(prompts, None, engine=engine, task=TaskInfo(step=1), **tools))
+    return run(rollout(prompts, None, engine=engine, task=TaskInfo(step=1), **tools))
 
 
 def told(batch: Batch, tokenizer: Any, row: int) -> str:

@@ -37,8 +37,7 @@ def saving(every: int, steps: int = STEPS, plain: Pipeline | None = None) -> Pip
     return Pipeline([*stages, *saves], plain.inputs, plain.resources)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize(("staleness", "every"), [(0, 2), (1, 1), (2, 4)])
 def test_the_samples_that_a_checkpoint_needs_are_kept_before_it(staleness: int, every: int) -> None:
     graph = expand(saving(every), SchedulingPolicy(2, staleness), STEPS, 4, groups=8)
     tasks = {t.id: t for step in range(1, STEPS + 1) for t in graph.unroll(step)}
@@ -63,19 +62,6 @@ def test_training_never_waits_for_a_slow_disk(name: str, every: int, write: floa
 
     saving_s = {"stage_checkpoint": 0.1, "keep_samples": 0.0, "write_checkpoint": 0.0}
     assert trained(saving_s | {"keep_samples": write, "write_checkpoint": write}) == trained(saving_s)
-
-
-@settings(deadline=None)
-@given(name=st.sampled_from([*PRESETS, "both+stream"]), every=st.integers(1, 3))
-def test_a_checkpoint_lies_between_the_sync_of_its_step_and_the_next_update(name: str, every: int) -> None:
-    graph = expand(saving(every), preset(name, 4), STEPS, 4, groups=8)
-    seconds = {"stage_checkpoint": 0.1, "keep_samples": 0.1, "write_checkpoint": 3.0}
-    trace, _reads = simulate(graph, SteadyCosts(8.0, 8, seconds))
-    for span in (s for s in trace.spans if s.stage == "stage_checkpoint"):
-        synced = max(s.end for s in trace.spans if s.stage == "sync_weights" and s.step == span.step)
-        later = [s.begin for s in trace.spans if s.stage == "actor_update" and s.step == span.step + 1]
-        assert synced <= span.begin
-        assert span.end <= min(later, default=span.end)
 
 
 @settings(deadline=None)
@@ -180,13 +166,6 @@ class Toy:
         Path(directory, "state").write_text(self.text)
 
 
-def write(trainer: Toy, store: CheckpointStore, step: int, staleness: int = 0, steps: int = 9) -> dict[str, float]:
-    task = TaskInfo(step, "write_checkpoint", max_staleness=staleness)
-    snapshot = Snapshot(store.begin(step), {"actor": step})
-    asyncio.run(write_checkpoint(snapshot, service=trainer, folder="trainer", store=store, steps=steps, task=task))
-    return task.metrics
-
-
 class Saving:
     """Calls the stages that save an actor and a critic, which run in the order of their fields."""
 
@@ -247,21 +226,22 @@ def test_while_one_is_still_to_be_written_neither_is_copied(tmp_path: Path) -> N
     saving.store.discard(1)
 
 
-@pytest.mark.parametrize("step", [8, 9])
-def test_the_last_steps_need_no_samples_of_steps_that_never_come(tmp_path: Path, step: int) -> None:
-    store = CheckpointStore(tmp_path)
-    store.keep(9, {"responses": []})
-    assert write(Toy(), store, step, staleness=4)[FAILED] == 0
-
-
-@pytest.mark.parametrize("missing", ["disk", "samples"])
-def test_a_disk_that_fails_costs_one_checkpoint(tmp_path: Path, missing: str, caplog: Any) -> None:
-    store = CheckpointStore(tmp_path)
+@pytest.mark.parametrize("missing", ["disk", "samples", None])
+def test_a_checkpoint_has_the_samples_of_the_steps_behind_it_or_is_none(tmp_path: Path, missing: str | None) -> None:
+    store, toy = CheckpointStore(tmp_path), Toy()
     store.keep(3, {"responses": [3]})
-    assert write(Toy(), store, 2, staleness=1)[FAILED] == 0
-    error = OSError(28, "No space left on device", "x.distcp") if missing == "disk" else None
-    assert write(Toy(error=error), store, 4, staleness=1) == {FAILED: 1.0}
-    found = store.newest()
-    assert found is not None
-    assert found.step == 2
+
+    def write(step: int) -> dict[str, float]:
+        task = TaskInfo(step, "write_checkpoint", max_staleness=1)
+        snapshot = Snapshot(store.begin(step), {"actor": step})
+        asyncio.run(write_checkpoint(snapshot, service=toy, folder="trainer", store=store, steps=9, task=task))
+        return task.metrics
+
+    assert write(2)[FAILED] == 0
+    toy.error = OSError(28, "No space left on device", "x.distcp") if missing == "disk" else None
+    if missing is None:
+        assert write(9)[FAILED] == 0, "the last step needs no samples of steps that never come"
+        return
+    assert write(4) == {FAILED: 1.0}
+    assert store.whole() == [2]
     assert not list(tmp_path.glob(".step*")), "what was written of it is removed"

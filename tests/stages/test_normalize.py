@@ -62,12 +62,10 @@ def test_scores_of_a_failure_rule_and_of_no_one_neither_count_nor_change() -> No
     found = normalize_rewards(given, (2, 2.0, 2.0), task=TaskInfo(step=1))["score"].tolist()
     assert found[:3] == pytest.approx([-(0.5**0.5), 0.5**0.5, -9.0])
     assert found[3] != found[3]
-
-
-def test_equal_scores_are_not_divided_by_their_rounding() -> None:
+    # Equal scores are not divided by their rounding.
     moments = reward_moments(rewards([0.1] * 4), None)
-    found = normalize_rewards(rewards([0.1, 1.1, 0.1, 0.1]), moments, task=TaskInfo(step=2))["score"]
-    assert found.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0], abs=1e-6)
+    found = normalize_rewards(rewards([0.1, 1.1, 0.1, 0.1]), moments, task=TaskInfo(step=2))["score"].tolist()
+    assert found == pytest.approx([0.0, 1.0, 0.0, 0.0], abs=1e-6)
 
 
 def test_a_recipe_normalises_the_agent_whose_model_says_so() -> None:

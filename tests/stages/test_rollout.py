@@ -23,12 +23,11 @@ def prompts(groups: int) -> Batch:
     return Batch(range(groups), {"prompt_ids": [[1]] * groups})
 
 
-def run(stage: Any, groups: int, engine: Any, task: TaskInfo, weights_version: Any = None, n: int = 2) -> Batch:
+def run(stage: Any, groups: int, engine: Any, task: TaskInfo, version: Any = None, **options: Any) -> Batch:
     async def body() -> Batch:
         async with asyncio.timeout(30):
-            found = await stage(
-                prompts(groups), weights_version, engine=engine, sampling=Sampling(n=n), seed=5, task=task
-            )
+            given = {"engine": engine, "sampling": Sampling(n=2), "seed": 5, "task": task, **options}
+            found = await stage(prompts(groups), version, **given)
             return Batch(found.groups, found.columns, found.meta)
 
     return asyncio.run(body())
@@ -41,17 +40,17 @@ def run(stage: Any, groups: int, engine: Any, task: TaskInfo, weights_version: A
     order=st.sampled_from(["arrival", "index"]),
     data=st.data(),
 )
-def test_sets_hold_each_group_once_and_whole(groups: int, n: int, emits: int, order: Any, data: st.DataObject) -> None:
+def test_chunks_hold_each_group_once_and_whole(
+    groups: int, n: int, emits: int, order: Any, data: st.DataObject
+) -> None:
     emits = min(emits, groups)
     samples = [Sample(group, index, [], [], 0, "stop") for group in range(groups) for index in range(n)]
     chunks = Chunks(range(groups), n, TaskInfo(1, emits=emits, order=order))
     found: dict[int, list[Sample]] = {}
-    ended: list[int] = []
     for sample in data.draw(st.permutations(samples)):
         for number, mine in chunks.add(sample):
             assert number not in found
             found[number] = mine
-            ended.append(number)
     assert sorted(found) == list(range(emits))
     assert sorted((s.group, s.index) for mine in found.values() for s in mine) == [(s.group, s.index) for s in samples]
     sizes = [len({s.group for s in mine}) for mine in found.values()]
@@ -61,38 +60,29 @@ def test_sets_hold_each_group_once_and_whole(groups: int, n: int, emits: int, or
         by_number = [sorted({s.group for s in found[number]}) for number in range(emits)]
         assert [group for each in by_number for group in each] == list(range(groups))
     else:
-        assert ended == list(range(emits)), "the groups that end first make the first set"
+        assert list(found) == list(range(emits)), "the groups that end first make the first chunk"
 
 
-def test_all_samples_come_back_in_order_of_the_groups_whatever_ended_first() -> None:
+def test_a_batch_is_in_order_of_the_groups_and_a_restart_samples_only_what_was_not_emitted() -> None:
     emitted: dict[int, Batch] = {}
     task = TaskInfo(3, "rollout", emits=4, on_emit=lambda number, values: emitted.update({number: values[0]}))
-    found = run(rollout, 8, FakeRollout(seed=1, version=2), task, weights_version=2)
-    whole = run(rollout, 8, FakeRollout(seed=2, version=2), TaskInfo(3, "rollout"), weights_version=2)
+    found = run(rollout, 8, FakeRollout(seed=1, version=2), task, version=2)
+    whole = run(rollout, 8, FakeRollout(seed=2, version=2), TaskInfo(3, "rollout"), version=2)
     assert found.groups.tolist() == whole.groups.tolist() == [g for g in range(8) for _ in range(2)]
     assert found["response_text"].tolist() == whole["response_text"].tolist()
-    assert sorted(emitted) == [0, 1, 2, 3]
-    assert [len(batch.ids) for batch in emitted.values()] == [2, 2, 2, 2]
+    assert [len(emitted[number].ids) for number in range(4)] == [2, 2, 2, 2]
     assert emitted[0].ids != (0, 1), "those that end first"
     assert task.metrics == {"staleness/rollout": 0.0}
     assert found.meta["weights_version"] == 2
 
-
-def test_after_a_restart_it_samples_only_what_was_not_emitted() -> None:
-    engine = FakeRollout(seed=1)
-    emitted: dict[int, Batch] = {}
-    first = TaskInfo(1, "rollout", emits=4, on_emit=lambda number, values: emitted.update({number: values[0]}))
-    whole = run(rollout, 8, engine, first)
     kept = {number: emitted[number] for number in (0, 2)}
     emitted.clear()
-    again = TaskInfo(1, "rollout", emits=4, emitted=kept, on_emit=first.on_emit)
-    engine = FakeRollout(seed=9)
-    found = run(rollout, 8, engine, again)
+    again, engine = TaskInfo(3, "rollout", emits=4, emitted=kept, on_emit=task.on_emit), FakeRollout(seed=9, version=2)
+    found = run(rollout, 8, engine, again, version=2)
     done = {group for batch in kept.values() for group in batch.ids}
     assert engine.asked[0][1] == tuple(group for group in range(8) if group not in done)
     assert sorted(emitted) == [1, 3]
     assert found["response_text"].tolist() == whole["response_text"].tolist()
-    assert found.groups.tolist() == whole.groups.tolist()
 
 
 def test_the_seed_is_of_run_and_step_and_validation_has_its_own() -> None:
@@ -108,24 +98,7 @@ def test_the_seed_is_of_run_and_step_and_validation_has_its_own() -> None:
 @pytest.mark.parametrize("stage", [rollout, val_rollout])
 def test_another_version_of_the_weights_ends_the_run(stage: Any) -> None:
     with pytest.raises(RunError, match=r"\[2\]: the engine holds weights version 3, where the graph needs 1"):
-        run(stage, 2, FakeRollout(version=3), TaskInfo(2, stage.name), weights_version=1)
-
-
-@pytest.mark.parametrize("stage", [rollout, val_rollout])
-def test_an_engine_that_shares_its_gpu_sleeps_before_and_after(stage: Any) -> None:
-    engine = FakeRollout()
-    run(stage, 2, engine, TaskInfo(1, stage.name))
-    assert engine.slept == []
-
-    async def body() -> None:
-        with pytest.raises(Aborted):
-            await stage(
-                prompts(4), None, engine=failing, sampling=Sampling(), seed=0, sleeps=True, task=TaskInfo(1, stage.name)
-            )
-
-    failing = Failing()
-    asyncio.run(body())
-    assert failing.slept == ["wake", "sleep"], "after an error too"
+        run(stage, 2, FakeRollout(version=3), TaskInfo(2, stage.name), version=1)
 
 
 class Failing(FakeRollout):
@@ -135,14 +108,22 @@ class Failing(FakeRollout):
             raise Aborted("given up")
 
 
-def test_a_stage_that_is_cancelled_frees_the_engine() -> None:
-    engine = FakeRollout()
+def test_an_engine_that_shares_its_gpu_sleeps_before_and_after() -> None:
+    engine, failing = FakeRollout(), Failing()
+    run(rollout, 2, engine, TaskInfo(1, "rollout"))
+    assert engine.slept == []
+    with pytest.raises(Aborted):
+        run(rollout, 4, failing, TaskInfo(1, "rollout"), sleeps=True)
+    assert failing.slept == ["wake", "sleep"], "after an error too"
 
+
+def test_a_stage_that_is_cancelled_frees_the_engine() -> None:
     async def body() -> None:
+        engine = FakeRollout()
         work = rollout(prompts(50), None, engine=engine, sampling=Sampling(n=4), seed=0, task=TaskInfo(1, "rollout"))
         running = asyncio.ensure_future(work)
-        await asyncio.sleep(0.02)
-        assert engine.running
+        while not engine.running:
+            await asyncio.sleep(0)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -12,12 +12,11 @@ import torch
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.config.run import RunConfig, parse_overrides
+from dataflow.config.run import parse_overrides
 from dataflow.graph import Pipeline, TaskInfo
 from dataflow.policy import expand, preset
-from dataflow.samples.command import select
 from dataflow.samples.files import file_of, read
-from dataflow.stages.samples import kept, sample_stages, write_samples, write_val_samples
+from dataflow.stages.samples import kept, write_samples, write_val_samples
 
 pytest.importorskip("pyarrow")
 
@@ -47,7 +46,7 @@ def batches(ids: list[int], n: int = 2) -> tuple[Batch, Batch, Batch]:
     rewards = Batch(
         groups,
         {
-            "score": torch.arange(rows, dtype=torch.float32),
+            "score": torch.arange(rows, dtype=torch.float32) + 0.3,
             "explanation": [f"judged {g}" for g in groups],
             "tokens": [99] * rows,
             "request_begin": torch.full((rows,), 1.7e9, dtype=torch.float64),
@@ -76,7 +75,7 @@ def test_a_step_is_written_with_all_that_is_known_of_it(tmp_path: Path) -> None:
         "prompt": "system: Be brief.\n\nuser: 1 + 1?",
         "ground_truth": "2",
         "response": "7.0",
-        "score": 0.0,
+        "score": 0.3,
         "advantage": 1.5,
         "tokens": 2,
         "truncated": False,
@@ -108,19 +107,7 @@ def test_the_engine_says_which_response_was_cut_off_and_tools_words_are_not_coun
     assert found == [(2, True, "length"), (4, False, "stop")]
 
 
-def test_a_score_is_written_with_the_digits_that_it_was_given_with(tmp_path: Path) -> None:
-    responses, rewards, _ = batches([1, 2], n=1)
-    rewards = rewards.like(score=torch.tensor([0.3, 0.1 + 0.2]), half=torch.tensor([0.7, float("nan")]))
-    asyncio.run(write_val_samples.fn(responses, rewards, directory=str(tmp_path), task=TaskInfo(step=0)))
-    rows = read(file_of(tmp_path, "val", 0))
-    assert [row["score"] for row in rows] == [0.3, 0.3]
-    assert len(select(rows, "score == 0.3", None)) == 2
-    assert rows[0]["half"] == 0.7
-
-
-@pytest.mark.parametrize(
-    ("most", "found"), [(None, [1, 2, 5]), (6, [1, 2, 5]), (5, [1, 2]), (4, [1, 2]), (3, [1]), (1, [1])]
-)
+@pytest.mark.parametrize(("most", "found"), [(None, [1, 2, 5]), (6, [1, 2, 5]), (5, [1, 2]), (1, [1])])
 def test_whole_groups_are_kept_by_their_ids(most: int | None, found: list[int], tmp_path: Path) -> None:
     given = batches([5, 1, 2])
     assert kept(given[1], most) == found
@@ -148,16 +135,7 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_bound_follows_the_configuration() -> None:
-    def names(*keys: str) -> list[tuple[str, int | None]]:
-        return [(s.name, s.every) for s in sample_stages(parse_overrides(RunConfig, keys))]
-
-    assert names("val.every=4") == [("write_samples", 1), ("write_val_samples", 4)]
-    assert names("samples.every=5", "val.every=0") == [("write_samples", 5)]
-    assert names("samples.every=0") == []
-
-
-@pytest.mark.parametrize("policy", ["baseline", "mini-batch", "off-policy", "both", "both+stream"])
+@pytest.mark.parametrize("policy", ["baseline", "both+stream"])
 def test_one_task_gathers_the_parts_and_nothing_waits_for_it(policy: str) -> None:
     from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 
