@@ -22,14 +22,11 @@ from dataflow.batch import Batch
 from dataflow.config.keys.overrides import fields
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import parse_overrides
-from dataflow.errors import RewardFailed
 from dataflow.planning.config import PlanConfig
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.failure import KINDS
 from dataflow.rewards.ledger import Ledger
-from dataflow.rewards.metrics import COUNTED, GAUGED
 from dataflow.rewards.results import RESERVED
-from dataflow.rewards.retry import _TRANSPORT, is_transient
 from dataflow.running.services.agent import build_agent
 
 pytestmark = pytest.mark.timeout(60)
@@ -186,52 +183,6 @@ def test_each_rule_is_in_the_table() -> None:
     assert named == list(KINDS)
 
 
-@pytest.mark.parametrize(
-    ("rule", "ids", "scores", "kept"),
-    [
-        ("score:-1", (0, 1, 2), [-1, 1, 2, 3, 4, 5], None),
-        ("drop_sample", (0, 1, 2), [None, 1, 2, 3, 4, 5], [False, True, True, True, True, True]),
-        ("drop_group", (0, 1, 2), [None, None, 2, 3, 4, 5], [False, False, True, True, True, True]),
-        ("replace_group", (1, 2), [2, 3, 4, 5], None),
-    ],
-)
-def test_what_is_trained_on_under_a_rule(rule: str, ids: Any, scores: list[Any], kept: list[bool] | None) -> None:
-    samples = batch([["bad", "1"], ["2", "3"], ["4", "5"]])
-    agent = RewardAgent(fragile, on_failure=rule, max_failed_share=0.5)
-    found = run(lambda: rewards(agent, samples, spare=int(rule == "replace_group")))
-    assert found.ids == ids
-    assert [None if score != score else score for score in found["score"].tolist()] == scores
-    assert (found["kept"].tolist() if "kept" in found else None) == kept
-
-
-def test_statuses_that_are_tried_again() -> None:
-    row = next(row[0] for row in table("A *try* is one call") if "HTTP status" in row[0])
-    said = {int(code) for code in re.findall(r"\b4\d\d\b", row)} | set(range(500, 600))
-
-    def error(status: int) -> Exception:
-        raised = Exception()
-        raised.status = status  # type: ignore[attr-defined]
-        return raised
-
-    assert "5xx" in row
-    assert {status for status in range(400, 600) if is_transient(error(status))} == said
-
-
-def test_clients_whose_connection_errors_are_tried_again() -> None:
-    row = next(row[0] for row in table("A *try* is one call") if "connection errors" in row[0])
-    said = set(re.findall(r"\b[a-z]+\d?\b", row.partition("connection errors of")[2])) - {"and", "client"}
-    assert said == set(_TRANSPORT)
-
-
-def test_the_message_it_shows_is_the_message(pipeline: ModuleType) -> None:
-    code = 'def compute_score(solution_str, **_):\n    return float(solution_str.split("#### ")[1])\n'
-    scope: dict[str, Any] = {}
-    exec(compile(code, "my_reward.py", "exec"), scope)
-    with pytest.raises(RewardFailed) as raised:
-        run(lambda: rewards(RewardAgent(scope["compute_score"]), batch([["7"]])))
-    assert str(raised.value) in TEXT
-
-
 # --- names -----------------------------------------------------------------------------------------------------
 
 
@@ -278,12 +229,6 @@ def test_metrics_are_named_as_they_are_logged() -> None:
     section = TEXT[TEXT.index("\n## Metrics") :]
     named = set(re.findall(r"`((?:reward|val-core|val-aux)/[^`]+)`", section))
     assert named == logged | {"val-aux/accuracy"}, "the scores of the page are no accuracies"
-
-
-def test_prometheus_names_are_those_of_ray_metrics() -> None:
-    section = TEXT[TEXT.index("to Prometheus") :]
-    named = set(re.findall(r"`ray_dataflow_reward_(\w+)`", section))
-    assert named == {f"{name}_total" for name in COUNTED} | set(GAUGED) | {"limit", "latency_s"}
 
 
 def test_questions_to_the_ledger_have_answers(tmp_path: Path) -> None:

@@ -69,12 +69,11 @@ class Life:
 
     Args:
         plan: what the calls of each request do, by its name; the last one again for all that follow.
-        said: tokens that each call is said to use.
         options: of the agent.
     """
 
-    def __init__(self, plan: dict[str, list[Does]], said: int = 0, **options: Any) -> None:
-        self.plan, self.said, self.loop = plan, said, asyncio.get_running_loop()
+    def __init__(self, plan: dict[str, list[Does]], **options: Any) -> None:
+        self.plan, self.loop = plan, asyncio.get_running_loop()
         options.setdefault("retry", Retry(**AT_ONCE))
         self.agent = RewardAgent(self, **options)
         self.begun: list[tuple[float, str]] = []
@@ -106,7 +105,7 @@ class Life:
         return data_source
 
     def tokens(self, **_: Any) -> int:
-        return self.said
+        return 0
 
     def ask(self, *names: str, at: str = "") -> None:
         for name in names:
@@ -190,13 +189,6 @@ def test_tries_until_one_succeeds_and_the_waits_between_them_double() -> None:
     assert tries == ["ConnectionResetError", "HTTP 503", "ConnectionResetError"]
 
 
-def test_a_slot_is_free_while_a_request_backs_off_and_another_error_pauses_nobody() -> None:
-    away = error(ConnectionError, retry_after=50.0)
-    found = lives({"a": [Does(error=away), Does()], "b": [Does(10.0)]}, limits=Limits(1))
-    assert found.most == 1
-    assert (found.ends["b"].at, found.ends["a"].at) == pytest.approx((11.0, 52.0), abs=0.02)
-
-
 def test_a_retry_goes_before_later_requests() -> None:
     found = lives({"a": [Does(error=LOST), Does()], **{name: [Does()] for name in "bcd"}}, limits=Limits(1))
     assert [name for _at, name in found.begun] == ["a", "b", "a", "c", "d"]
@@ -204,8 +196,8 @@ def test_a_retry_goes_before_later_requests() -> None:
 
 @pytest.mark.parametrize(
     "fails",
-    [NO, error(status=404), error(status=503, retry=False), error(retry=True, fatal=True), SystemExit(3)],
-    ids=["ValueError", "404", "retry=False", "fatal", "SystemExit"],
+    [NO, error(retry=True, fatal=True), SystemExit(3)],
+    ids=["ValueError", "fatal", "SystemExit"],
 )
 def test_an_error_that_will_not_change_is_not_tried_again(fails: BaseException) -> None:
     found, end = life(Does(error=fails), Does())
@@ -225,18 +217,13 @@ def test_the_users_retry_on_decides() -> None:
 @pytest.mark.parametrize(
     ("does", "options", "parts"),
     [
-        ([Does(2.0, error=LOST)], {"tries": 3},
-         ["'compute_score' raised ConnectionResetError: reset (test_life.py:", " on each of 3 tries (last: 2.0 s); "]),
         ([Does(error=LOST), Does(error=BUSY), Does(4.0, error=NO)], {"tries": 3},
          ["failed on each of 3 tries: ConnectionResetError, HTTP 503, ValueError; it raised ValueError: no (",
           f"(last: 4.0 s); {FIX}"]),
-        ([FOR_EVER], {"tries": 2, "timeout_s": 30.0},
-         ["'compute_score' gave no answer within 30 s on each of 2 tries (last: 30.0 s); raise reward.timeout, or "
-          "find out what delays the call."]),
         ([Does(error=LOST), Does(error=BUSY)], {"tries": 99, "deadline_s": 5.5},
          ["; it gave no answer within 0.49", "(last: 0.5 s); its deadline of 5.5 s leaves no time for another; raise"]),
     ],
-    ids=["alike", "different", "time-out", "deadline"],
+    ids=["different", "deadline"],
 )  # fmt: skip
 def test_a_failure_says_what_its_tries_did(does: list[Does], options: dict[str, Any], parts: list[str]) -> None:
     _found, end = life(*does, retry=Retry(**options, **AT_ONCE))
@@ -271,18 +258,6 @@ def test_tries_end_by_their_time_out_and_the_deadline(
 def test_time_in_the_queue_before_the_first_try_does_not_count() -> None:
     found = lives({name: [Does(50.0)] for name in "abc"}, limits=Limits(1), retry=Retry(deadline_s=60.0))
     assert [end.score for end in found.ends.values()] == [1.0] * 3
-
-
-def test_a_retry_that_is_queued_is_given_up_at_its_deadline() -> None:
-    found = lives(
-        {"a": [Does(error=BUSY), Does()], "b": [Does(100.0)]},
-        limits=Limits(1),
-        retry=Retry(tries=2, deadline_s=30.0, timeout_s=None, backoff_s=3.0, max_backoff_s=3.0),
-    )
-    end = found.ends["a"]
-    assert (end.error, found.times("a")) == (BUSY, about(0))
-    assert end.at == pytest.approx(30.0, abs=0.02)
-    assert "; its deadline of 30 s passed while it was queued for another; " in end.message
 
 
 # --- Retry-After ---------------------------------------------------------------------------------------------
@@ -321,13 +296,11 @@ def test_a_service_that_is_away_for_longer_than_the_deadline_keeps_nobody_waitin
         ([FOR_EVER, Does(2.0, 7.0)], 7.0, "hedged", (0, 5), 7.0),
         ([Does(6.0, 3.0), FOR_EVER], 3.0, "", (0, 5), 6.0),
         ([Does(4.9, 3.0)], 3.0, "", (0,), 4.9),
-        ([Does(6.0, error=LOST), Does(9.0, 7.0)], 7.0, "hedged", (0, 5), 14.0),
         ([Does(6.0, error=NO), Does(9.0, 7.0)], 7.0, "hedged", (0, 5), 14.0),
-        ([Does(19.0, 3.0), Does(error=NO)], 3.0, "", (0, 5), 19.0),
         ([Does(6.0, error=LOST), Does(6.0, error=LOST), FOR_EVER, Does(1.0, 7.0)], 7.0, "hedged", (0, 5, 11, 16), 17.0),
         ([FOR_EVER], math.nan, "", (0, 5), 20.0),
     ],
-    ids=["wins", "loses", "not needed", "first fails", "first fails for good", "fails", "both fail, next try", "late"],
+    ids=["wins", "loses", "not needed", "first fails", "both fail, next try", "late"],
 )
 def test_a_slow_call_gets_a_second_one(
     does: list[Does], score: float, how: str, begins: tuple[float, ...], ends_at: float
@@ -348,27 +321,10 @@ def test_a_hedge_that_waits_for_a_slot_does_not_outlive_its_try(fails: BaseExcep
     assert (found.ends["a"].how, found.counts("retried")) == ("", [int(fails is LOST)])
 
 
-def test_the_percentile_is_of_what_first_calls_take() -> None:
-    """One call in ten is very slow; if the hedges that win against it counted as quick, more would be hedged."""
-
-    async def then(life: Life) -> None:
-        life.ask(*(name for name in plan if name != "last"))
-        await asyncio.gather(*life.collects)
-        life.ask("last")
-
-    plan = {str(i): [Does(100.0 if i % 10 == 0 else 1.0 + i % 10 / 10), Does()] for i in range(600)}
-    found = lives({**plan, "last": [Does(100.0), Does()]}, then, limits=Limits(4), hedge_after="p85")
-    assert found.agent.stats()["hedged"] <= 600 * 0.13
-    first, hedge = found.times("last")
-    assert hedge - first >= 1.6, "80 of 100 first calls take up to 1.8 s"
-
-
 # --- cancel --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "at", [0.0, 0.5, 5.5, 6.5, 20.0], ids=["queued", "in a call", "hedged", "hedge", "backing off"]
-)
+@pytest.mark.parametrize("at", [0.0, 5.5, 20.0], ids=["queued", "hedged", "backing off"])
 def test_a_cancelled_step_ends_its_calls_and_frees_its_slots(at: float) -> None:
     async def then(life: Life) -> None:
         life.ask("a", "b", "c")
@@ -392,11 +348,10 @@ def test_a_cancelled_step_ends_its_calls_and_frees_its_slots(at: float) -> None:
 # --- limits that follow the service --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("said", [0, 10])
-def test_tokens_that_a_call_used_count_for_those_behind_it(said: int) -> None:
+def test_tokens_that_a_call_used_count_for_those_behind_it() -> None:
     used = [Does(0.1, {"score": 1, "tokens": 300})]
-    found = lives({str(i): used for i in range(6)}, said=said, limits=Limits(1, tpm=600))
-    assert found.begun[-1][0] >= 120, "1,800 tokens at 600 a minute, though few or none were said"
+    found = lives({str(i): used for i in range(6)}, limits=Limits(1, tpm=600))
+    assert found.begun[-1][0] >= 120, "1,800 tokens at 600 a minute, though none were estimated"
 
 
 def test_an_adaptive_limit_falls_on_429_and_rises_again() -> None:
@@ -405,18 +360,6 @@ def test_an_adaptive_limit_falls_on_429_and_rises_again() -> None:
     limits = [limit for _at, _name, limit in found.changes]
     assert (limits[0], limits[-1], max(limits)) == (7, 10, 10), "cut once for calls in flight together, then raised"
     assert (found.most, found.agent.stats()["limit"]) == (10, {"": 10})
-
-
-def test_cancelled_calls_say_nothing_of_the_service() -> None:
-    async def then(life: Life) -> None:
-        life.ask("a", "b")
-        await asyncio.sleep(1)
-        life.agent.cancel(1)
-        life.agent.cancel(2)
-        await asyncio.sleep(GRACE_S)
-        assert life.agent.stats()["limit"] == {"": 2}
-
-    lives({"a": [FOR_EVER], "b": [FOR_EVER]}, then, limits=Limits(2, adaptive=True))
 
 
 # --- ends, and what is left behind -------------------------------------------------------------------------------
@@ -473,26 +416,6 @@ def test_post_processing_ends_with_its_step() -> None:
         agent.cancel(1)
         await asyncio.sleep(0.1)
         assert (reward.cancelled, agent.stats()["running"]) == (1, 0)
-        await agent.close()
-
-    run_virtual(body)
-
-
-def test_the_call_of_a_cancelled_step_counts_for_the_step_that_shares_it() -> None:
-    """Its sample would have no latency, and count as one that cost nothing."""
-
-    async def body() -> None:
-        async def score(**_: Any) -> float:
-            await asyncio.sleep(10)
-            return 1.0
-
-        agent = RewardAgent(score, share_equal=True)
-        agent.submit(1, one())
-        agent.submit(2, one())
-        await asyncio.sleep(1)
-        agent.cancel(1)
-        summary = (await agent.collect(2)).meta["step"]
-        assert (summary["cached"], summary["scored"]) == (0, 1)
         await agent.close()
 
     run_virtual(body)

