@@ -21,6 +21,7 @@ from dataflow.config.keys import yaml_values
 from dataflow.config.keys.overrides import default_of, fields, section_of
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import RunConfig
+from dataflow.importing.command import table
 from dataflow.planning.config import PlanConfig
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,7 @@ def pages() -> dict[str, str]:
         "reference/commands.md": commands(),
         "reference/configuration.md": configuration(),
         "reference/plan_keys.md": plan_keys(),
+        "reference/verl_keys.md": verl_keys(),
         "reference/api.md": api(),
         "decisions/index.md": decisions(),
     }
@@ -183,6 +185,15 @@ def plan_keys() -> str:
     """Returns the tables of all keys of ``dataflow plan``."""
     said = "What a plan's source does not hold, given as `key=value` or in a `costs.yaml`: [Planning](../planning.md)."
     return "\n\n".join(["# Keys of a plan", said, *_tables(PlanConfig)]) + "\n"
+
+
+def verl_keys() -> str:
+    """Returns what becomes of each of verl's keys."""
+    said = (
+        "What becomes of each of verl's keys: [From verl](../from_verl.md). `listed unless` says when the new script names "
+        "a key without a counterpart. A name that ends with `*` stands for all keys that begin like it."
+    )
+    return "\n\n".join(["# Keys of verl", said, table().replace("\n### ", "\n## ").replace("### ", "## ", 1)]) + "\n"
 
 
 def named(cls: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
