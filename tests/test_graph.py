@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dataflow.drawing.mermaid import stages_chart
+from dataflow.drawing.graph_picture import stages_chart
 from dataflow.errors import PipelineError
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, Read, TaskId, TaskInfo, stage
 from dataflow.policy import SchedulingPolicy, expand

@@ -99,11 +99,10 @@ def _about_the_bound(
             changed = replace(rewards, rpm=float(wanted))
             why, turn = f"{counted(calls, 'call')} at {rewards.rpm:,.0f} a minute", f"{wanted:,} a minute would"
         else:
-            needed = math.ceil(calls * each / gpu)
-            wanted = min(needed, MOST_IN_FLIGHT)
-            changed = replace(rewards, concurrency=wanted)
+            wanted = math.ceil(calls * each / gpu)
+            changed = replace(rewards, concurrency=min(wanted, MOST_IN_FLIGHT))
             why = f"{counted(calls, 'call')} x {figure(each, 3)} s / {rewards.concurrency:,} in flight"
-            turn = f"{wanted:,} in flight" + (" would" if wanted == needed else ", the most of a plan, would not")
+            turn = f"{wanted:,} in flight would"
         change = outcomes.of(workload.with_service(agent, changed), policy).total_s / base - 1
         return (
             f"the {best.bound_by} bounds {best.policy}: {why} = {figure(load)} s a step against {figure(gpu)} s of GPU "

@@ -6,14 +6,13 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from random import Random
 
 from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError
 from dataflow.executors.virtual import Costs, End, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph, TaskId
-from dataflow.planning.reward_service import Delivery, RewardService
+from dataflow.planning.reward_service import Delivery, Requests, RewardService
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.workload import Workload
 
@@ -69,9 +68,9 @@ class WorkloadCosts(Costs):
         begin = self.begin(task, now)
         roles = load.roles
         if (agent := self._by_collect.get(i.stage)) is not None:
-            formed = None if i.stage == roles.collect else groups
-            by_index = self.graph.order == "index"
-            agent.service.wait(i.step, (i, begin), task.take or load.prompts, by_index=by_index, groups=formed)
+            if i.stage == roles.collect:
+                groups = groups_by_index(task, load.prompts) if self.graph.order == "index" else None
+            agent.service.wait(i.step, (i, begin), task.take or load.prompts if groups is None else groups)
             return None
         if i.stage == roles.score and load.validation is not None and load.validation.samples:
             key = f"val:{i.step}"
@@ -137,8 +136,8 @@ class _Agent:
     def submit(self, load: Workload, step: int, groups: Sequence[int], at: float) -> None:
         """Sends the requests of some groups of a step."""
         requests = load.requests(step, groups, self.name)
-        self.requests += len(requests)
-        self.requests_s += sum(map(itemgetter(1), requests))
+        self.requests += len(requests.seconds)
+        self.requests_s += sum(requests.seconds)
         self.service.submit(step, at, requests, (0, step))
 
 
@@ -149,7 +148,7 @@ def makespan(rewards: Rewards, groups: int, responses: int, seed: int = 0, runs:
     for run in range(runs):
         drawn = rewards.latency.draws(Random(f"{seed}/fit/{run}"), count)
         service = RewardService(min(rewards.concurrency, count), rewards.rpm)
-        service.submit(run, 0.0, [(0, seconds) for seconds in drawn])
+        service.submit(run, 0.0, Requests(drawn, {count - 1: (0, range(count))}))
         service.wait(run, None, 1)
         found = service.advance(math.inf)
         assert found is not None

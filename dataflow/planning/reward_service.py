@@ -10,25 +10,41 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import insort
-from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapreplace
-from itertools import islice
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
-
-from dataflow.errors import ConfigError, DataflowError
 
 POLL_S = 1.0
 """Seconds between the published agent's looks for the next step (verl, recipe/async_reward_agent/reward_agent.py)."""
 
-Sample: TypeAlias = tuple[int, float]
-"""(group, seconds) of one request."""
 Due: TypeAlias = tuple[float, int]
 """When a group or a delivery is there, in seconds, and the number of its last request, which decides between equals."""
+Places: TypeAlias = Mapping[int, tuple[int, Sequence[int]]]
+"""Place of a group's last request -> (the group, the places of all its requests), in order."""
 
 _NEVER: Due = (math.inf, 0)
+
+
+def places_of(groups: Iterable[int]) -> Places:
+    """Returns where the requests of each group are, given the group of each request in the order they are sent."""
+    found: dict[int, list[int]] = {}
+    for place, group in enumerate(groups):
+        found.setdefault(group, []).append(place)
+    return dict(sorted((places[-1], (group, places)) for group, places in found.items()))
+
+
+class Requests(NamedTuple):
+    """Requests in the order they are sent; those of a group need not be adjacent.
+
+    Attributes:
+        seconds: of each.
+        places: see :func:`places_of`.
+    """
+
+    seconds: Sequence[float]
+    places: Places
 
 
 class Delivery(NamedTuple):
@@ -37,7 +53,7 @@ class Delivery(NamedTuple):
     Attributes:
         at: time of delivery, in seconds.
         waiter: the value given to :meth:`RewardService.wait`.
-        groups: the groups, in the order of their arrival.
+        groups: the groups, in the order of their arrival, or as the waiter named them.
     """
 
     at: float
@@ -47,112 +63,76 @@ class Delivery(NamedTuple):
 
 @dataclass
 class _Batch:
-    """The requests of one submission, of which the first ``begun`` have begun."""
+    """The requests of one submission, and when those that have begun end."""
 
     key: Hashable
     at: float
     order: tuple[int, int]
-    samples: Sequence[Sample]
-    begun: int = 0
-
-
-@dataclass(frozen=True)
-class _Waiter:
-    waiter: Any
-    count: int
-    by_index: bool
-    groups: Sequence[int] | None
+    requests: Requests
+    ends: list[float] = field(default_factory=list)
 
 
 @dataclass
 class _Step:
     """The groups of a key that were not delivered, and those who wait for them."""
 
-    left: dict[int, list[Any]] = field(default_factory=dict)  # group -> requests not begun, latest end of the others
-    ready: list[tuple[float, int, int]] = field(default_factory=list)  # (*due, group) of those that arrive, in order
-    waiters: deque[_Waiter] = field(default_factory=deque)
+    left: int = 0  # groups with requests that have not begun
+    ready: list[tuple[float, int, int]] = field(default_factory=list)  # (*due, group) of the others, in order
+    waiters: deque[tuple[Any, int | Sequence[int]]] = field(default_factory=deque)
     missing: set[int] = field(default_factory=set)  # groups that the first waiter names, and that are not ready
     delivered: float = -math.inf
-    due: Due = _NEVER
-
-    @property
-    def wanted(self) -> list[int] | None:
-        """The groups that the first waiter names; None if it takes those that arrive first."""
-        first = self.waiters[0]
-        if first.groups is not None or not first.by_index:
-            return None if first.groups is None else list(first.groups)
-        return sorted([*self.left, *(group for *_due, group in self.ready)])[: first.count]
+    due: Due = _NEVER  # when the first waiter has what it waits for
 
     def look(self) -> None:
         """Finds out anew when the first waiter has what it waits for."""
         self.due = _NEVER
         if not self.waiters:
             return
-        if (wanted := self.wanted) is None:
-            self._look_at_first()
-        elif len(wanted) >= self.waiters[0].count:
-            due = {group: (at, number) for at, number, group in self.ready}
-            self.missing = set(wanted).difference(due)
-            if not self.missing:
-                self.due = max(due[group] for group in wanted)
-
-    def _look_at_first(self) -> None:
-        count = self.waiters[0].count
-        self.due = self.ready[count - 1][:2] if len(self.ready) >= count else _NEVER
+        _waiter, wanted = self.waiters[0]
+        if isinstance(wanted, int):
+            self.due = self.ready[wanted - 1][:2] if len(self.ready) >= wanted else _NEVER
+            return
+        due = {group: (at, number) for at, number, group in self.ready}
+        self.missing = set(wanted).difference(due)
+        if not self.missing:
+            self.due = max(due[group] for group in wanted)
 
     def add(self, group: int, at: float, number: int) -> None:
         """Notes when a group arrives, as the last of its requests begins, which is the ``number``-th."""
+        self.left -= 1
         insort(self.ready, (at, number, group))
-        if not self.waiters:
-            return
-        if self.waiters[0].groups is None and not self.waiters[0].by_index:
-            self._look_at_first()
-        elif group in self.missing:
-            self.missing.discard(group)
-            if not self.missing:
-                self.look()
+        self.missing.discard(group)
+        if not self.missing:
+            self.look()
 
     def deliver(self) -> Delivery:
         """Takes out the groups of the first waiter."""
-        wanted = self.wanted
-        if wanted is None:
-            wanted = [group for *_due, group in islice(self.ready, self.waiters[0].count)]
-        taken = set(wanted)
-        self.ready = [each for each in self.ready if each[-1] not in taken]
+        waiter, wanted = self.waiters.popleft()
+        taken = [group for *_due, group in self.ready[:wanted]] if isinstance(wanted, int) else list(wanted)
+        gone = set(taken)
+        self.ready = [each for each in self.ready if each[-1] not in gone]
         self.delivered = max(self.delivered, self.due[0])
-        found = Delivery(self.delivered, self.waiters.popleft().waiter, tuple(wanted))
         self.look()
-        return found
+        return Delivery(self.delivered, waiter, tuple(taken))
 
 
 class RewardService:
     """Serves requests and delivers complete groups.
 
     Args:
-        servers: requests in flight at most; None for no limit.
+        servers: requests in flight at most; None for no limit, neither of them nor of their rate.
         rpm: requests started per minute at most, spread evenly with bursts of at most one second's worth, as the agent
             sends them. None for no limit.
         per_step: serve each key only after all requests of the one before have ended, and look for a new key every
             :data:`POLL_S`, as the published agent does.
-
-    Attributes:
-        served: number of requests begun.
-
-    Raises:
-        ConfigError: a number out of range.
     """
 
     def __init__(self, servers: int | None, rpm: float | None = None, per_step: bool = False) -> None:
-        if servers is not None and servers < 1:
-            raise ConfigError(f"reward.concurrency={servers}; give 1 request in flight or more.")
-        if rpm is not None and not rpm > 0:
-            raise ConfigError(f"reward.rpm={rpm:g}; give more than 0 requests per minute, or leave it out.")
-        self.served = 0
         self._per_step = per_step
         self._unlimited = servers is None
         self._free = [0.0] * (servers or 1)  # heap: when each server is free
         # A bucket of tokens, one a request.
-        self._rate = rpm / 60.0 if rpm and rpm < math.inf else 0.0
+        self._rate = rpm / 60.0 if rpm else 0.0
         self._tokens = self._bucket = max(1.0, self._rate)
         self._filled = 0.0
         self._key: Hashable = None  # of the batch served last
@@ -161,47 +141,35 @@ class RewardService:
         self._waiting: list[tuple[tuple[int, int], int, _Batch]] = []  # heap, by priority
         self._steps: dict[Hashable, _Step] = {}
 
-    def submit(self, key: Hashable, at: float, samples: Sequence[Sample], order: tuple[int, int] = (0, 0)) -> None:
+    def submit(self, key: Hashable, at: float, requests: Requests, order: tuple[int, int] = (0, 0)) -> None:
         """Submits requests. A key may be submitted several times, with different groups each time.
 
         Args:
             key: key to collect them by.
             at: time of submission, in seconds.
-            samples: requests in the order to serve them; samples of a group need not be adjacent.
+            requests: in the order to serve them.
             order: priority, lowest first; requests of equal priority are served in order of submission. Ignored with
                 ``per_step``.
         """
-        if not samples:
-            return
         of = self._steps.setdefault(key, _Step())
-        counts = Counter(map(itemgetter(0), samples))
-        of.left.update({group: [count, at] for group, count in counts.items()})
-        of.look()
-        batch = _Batch(key, at, (0, 0) if self._per_step else order, samples)
+        of.left += len(requests.places)
         if self._unlimited:
-            self._begin(batch, math.inf)
-        else:
-            heapq.heappush(self._incoming, (at, self._next(), batch))
+            for group, places in requests.places.values():
+                of.add(group, at + max(requests.seconds[place] for place in places), self._next())
+            return
+        batch = _Batch(key, at, (0, 0) if self._per_step else order, requests)
+        heapq.heappush(self._incoming, (at, self._next(), batch))
 
-    def wait(
-        self, key: Hashable, waiter: Any, count: int, by_index: bool = False, groups: Sequence[int] | None = None
-    ) -> None:
-        """Registers a waiter for the next ``count`` groups of a key; :meth:`advance` returns them once complete.
+    def wait(self, key: Hashable, waiter: Any, groups: int | Sequence[int]) -> None:
+        """Registers a waiter for groups of a key that was submitted; :meth:`advance` returns them once complete.
 
         Args:
             key: as submitted; waiters of the same key are served in the order they were registered.
             waiter: returned with the groups.
-            count: number of groups.
-            by_index: deliver groups in the order of their numbers instead of their arrival.
-            groups: deliver these, whatever the others do.
-
-        Raises:
-            DataflowError: the key was never submitted.
+            groups: how many, of those that arrive first; or which, whatever the others do.
         """
-        if key not in self._steps:
-            raise DataflowError(f"reward service: '{key}' was never submitted.")
         of = self._steps[key]
-        of.waiters.append(_Waiter(waiter, count, by_index, groups))
+        of.waiters.append((waiter, groups))
         if len(of.waiters) == 1:
             of.look()
 
@@ -215,7 +183,7 @@ class RewardService:
             if self._incoming and not self._per_step:
                 stop = min(stop, self._incoming[0][0])  # what comes then may overtake the rest
             due = min(due, self._begin(batch, stop))
-            if batch.begun == len(batch.samples):
+            if len(batch.ends) == len(batch.requests.seconds):
                 heapq.heappop(self._waiting)
         key = min(self._steps, key=lambda key: self._steps[key].due, default=None)
         if key is None or (of := self._steps[key]).due > (until, math.inf) or of.due == _NEVER:
@@ -251,45 +219,32 @@ class RewardService:
         return batch
 
     def _begin(self, batch: _Batch, stop: float) -> float:
-        """Begins requests of a batch until another one may come between.
-
-        Args:
-            batch: the requests.
-            stop: when no more may begin.
+        """Begins requests of a batch until another one may come between, at ``stop`` or at a delivery.
 
         Returns:
             When the first waiter of the batch's key has what it waits for, as far as that is known.
         """
-        of, free, at = self._steps[batch.key], self._free, batch.at
-        left, unlimited = of.left, self._unlimited
-        plain, number = not (unlimited or self._rate), batch.begun
-        for group, seconds in islice(batch.samples, number, None):
+        of, free, at, ends, rated = self._steps[batch.key], self._free, batch.at, batch.ends, self._rate > 0
+        seconds, places = batch.requests
+        for number in range(len(ends), len(seconds)):
             start = free[0]
-            if start < at or unlimited:
+            if start < at:
                 start = at
-            if not plain and not unlimited:
+            if rated:
                 start = self._earliest(start)
             if start >= stop:
                 break
-            number += 1
-            end = start + seconds
-            if plain:
-                heapreplace(free, end)
-            elif not unlimited:
-                heapreplace(free, end)
+            end = start + seconds[number]
+            heapreplace(free, end)
+            ends.append(end)
+            if rated:
                 self._tokens = min(self._bucket, self._tokens + (start - self._filled) * self._rate) - 1.0
                 self._filled = start
-            own = left[group]
-            own[0] -= 1
-            if end > own[1]:
-                own[1] = end
-            if not own[0]:
-                del left[group]
-                of.add(group, own[1], self._next())
-                if of.due[0] < stop and not unlimited:
+            if number in places:
+                group, own = places[number]
+                of.add(group, max(map(ends.__getitem__, own)), self._next())
+                if of.due[0] < stop:
                     stop = of.due[0]
-        self.served += number - batch.begun
-        batch.begun = number
         return of.due[0]
 
     def _earliest(self, time: float) -> float:

@@ -10,18 +10,59 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import chain, repeat
 from random import Random
 from typing import NamedTuple
 
 from dataflow.config.placement import Placement, placed
 from dataflow.distribution import Distribution
 from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
-from dataflow.planning.reward_service import Sample
+from dataflow.planning.reward_service import Places, Requests, places_of
 from dataflow.planning.rewards import Rewards, Validation, logged_step
-from dataflow.planning.roles import Roles
 from dataflow.policy import SchedulingPolicy
 from dataflow.timeline.spans import POOLS
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The stages that send reward requests, collect them and score a validation; None if there is none.
+
+    Attributes:
+        request, collect: of the agent whose groups form the parts.
+        score: the validation's, scored by that agent.
+        beside: of the other agents, the stage that sends requests by the stage that collects them.
+    """
+
+    request: str | None
+    collect: str | None
+    score: str | None
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Roles:
+        """Returns the roles of a pipeline's stages; a validation is scored on the resource that collects rewards.
+
+        A collecting stage to which nothing sends requests is no agent: it takes its measured time.
+        """
+        collector = pipeline.collector
+        # Requests to a reward model on the GPUs of the engine end in the time of the stage that sends them.
+        pools = {s.on for s in pipeline.with_role("samples")}
+        asking = [s for s in pipeline.with_role("requests") if s.on not in pools]
+        if collector is None or not asking:
+            return cls(asking[0].name if asking else None, None, None)
+        if any(_feeds(r, collector) for r in pipeline.with_role("requests") if r not in asking):
+            return cls(None, None, None)
+        of = {s.name: next((r.name for r in asking if _feeds(r, s)), None) for s in pipeline.collectors}
+        scoring = [s.name for s in pipeline.with_role("validates") if s.on == collector.on]
+        return cls(
+            of[collector.name] or (asking[0].name if asking else None),
+            collector.name,
+            scoring[0] if scoring else None,
+            {name: request for name, request in of.items() if request is not None and name != collector.name},
+        )
+
+
+def _feeds(request: Stage, collector: Stage) -> bool:
+    return not {read.field for read in collector.reads}.isdisjoint(request.writes)
 
 
 @dataclass(frozen=True)
@@ -213,20 +254,17 @@ class Workload:
             return latency
         return _drawn(latency, seed, count)
 
-    def requests(self, step: int, groups: Sequence[int], agent: str = "reward") -> list[Sample]:
-        """Returns the requests of some groups of a step to an agent, in the order they are sent."""
-        n, drawn = self.responses, self.latencies(step, agent)
-        of = chain.from_iterable(repeat(group, n) for group in groups)
-        found = list(zip(of, chain.from_iterable(drawn[group * n : (group + 1) * n] for group in groups), strict=True))
-        if not self.rewards.scattered:
-            return found
-        return [found[at] for at in _shuffled(f"{self.seed}/order/{step}", len(found))]
+    def requests(self, step: int, groups: Sequence[int], agent: str = "reward") -> Requests:
+        """Returns the requests of some groups of a step to an agent; ``groups`` is a range or a tuple."""
+        drawn = self.latencies(step, agent)
+        samples, places = _sent(groups, self.responses, f"{self.seed}/order/{step}" if self.rewards.scattered else "")
+        return Requests([drawn[sample] for sample in samples], places)
 
-    def val_requests(self, step: int) -> list[Sample]:
+    def val_requests(self, step: int) -> Requests:
         """Returns a validation's reward requests, each a group of its own."""
         assert self.validation is not None
-        latency = self.validation.latency or self.rewards.latency
-        return list(enumerate(_drawn(latency, f"{self.seed}/validation/{step}", self.validation.samples)))
+        count, latency = self.validation.samples, self.validation.latency or self.rewards.latency
+        return Requests(_drawn(latency, f"{self.seed}/validation/{step}", count), places_of(range(count)))
 
 
 @lru_cache(maxsize=512)
@@ -235,12 +273,21 @@ def _drawn(latency: Distribution, seed: str, count: int) -> array[float]:
     return array("d", latency.draws(Random(seed), count))
 
 
-@lru_cache(maxsize=512)
-def _shuffled(seed: str, count: int) -> array[int]:
-    """Returns the numbers below ``count`` in a random order."""
-    draw = Random(seed).random
-    drawn = [draw() for _ in range(count)]
-    return array("q", sorted(range(count), key=drawn.__getitem__))
+@lru_cache(maxsize=4096)
+def _sent(groups: Sequence[int], each: int, seed: str) -> tuple[array[int], Places]:
+    """Returns the samples of some groups in the order they are sent, and where those of each group are.
+
+    Args:
+        groups: of the step.
+        each: samples in a group.
+        seed: of a random order; "" keeps groups together.
+    """
+    samples = [group * each + at for group in groups for at in range(each)]
+    if seed:
+        draw = Random(seed).random
+        drawn = [draw() for _ in samples]
+        samples = [samples[at] for at in sorted(range(len(samples)), key=drawn.__getitem__)]
+    return array("q", samples), places_of(sample // each for sample in samples)
 
 
 # --- the stages of GRPO and PPO as the planner models them: those of pipelines/ without engines -----------------------

@@ -1,10 +1,10 @@
-"""Who answered a run's reward requests: its agents, each with a resource of its own name, and their servers. Pure."""
+"""Who answered a run's reward requests: its agents, each with a resource of its own name. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dataflow.timeline.spans import Mark, Trace
+from dataflow.timeline.spans import Trace
 
 MAIN = "reward"
 """The resource of the one agent that most runs have."""
@@ -70,12 +70,3 @@ def _limits_of(trace: Trace, agent: str) -> dict[str, Any]:
     job = trace.meta.get("job") or {}
     agents = job.get("agents") or {}
     return dict(agents.get(agent, job))
-
-
-def servers_of(trace: Trace) -> dict[str, list[Mark]]:
-    """Returns address -> its requests, in order; none where the reward object names no endpoint."""
-    marks: dict[str, list[Mark]] = {}
-    for mark in trace.marks:
-        if url := mark.args.get("endpoint"):
-            marks.setdefault(url.partition("://")[2] or url, []).append(mark)
-    return marks

@@ -1,9 +1,9 @@
 """A trace as a file of Trace Event JSON, which https://ui.perfetto.dev opens: written whole, and read.
 
 A file has a process per run, a track per resource (more if its tasks overlap), a track for the GPU's waits, async spans
-for reward requests, arrows from samples to their rewards to their updates, and counters of requests in flight and of
-limits. Timestamps are whole microseconds, so that neighbours on a track never overlap by rounding; the exact times are
-in ``args``. docs/trace.md describes the format; :mod:`dataflow.timeline.writer` writes it.
+for reward requests, and counters of requests in flight and of limits. Timestamps are whole microseconds, so that
+neighbours on a track never overlap by rounding; the exact times are in ``args``. docs/trace.md describes the format;
+:mod:`dataflow.timeline.writer` writes it.
 """
 
 from __future__ import annotations

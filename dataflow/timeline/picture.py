@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
-from dataflow.timeline.agents import servers_of
 from dataflow.timeline.causes.attribution import exposed_waits, pool_waits, waits_after
 from dataflow.timeline.downtime import CUT, Axis, Downtime
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 _BAND = "#F3C766"
 _HEIGHTS = dict.fromkeys(POOLS, 0.62)
 _BAND_HEIGHT = 0.5  # of a reward agent
-_SERVER_HEIGHT = 0.22
 _THIN = 0.2
 _CUT, _SMALL = "#8A8A8A", 7.0
 
@@ -93,9 +91,6 @@ class _Panel:
                 thin = _THIN * max(1, min(len(rows), 4))
                 height = _BAND_HEIGHT if resource in self.levels else _HEIGHTS.get(resource, thin)
                 self.rows.append((resource, rows, height))
-        for server, marks in servers_of(trace).items():
-            self.levels[server] = in_flight(marks)
-            self.rows.append((server, [], _SERVER_HEIGHT))
         self.height = sum(h for *_, h in self.rows) + 0.07 * (len(self.rows) + 1)
 
     def draw(self, axis: Axes, colour: Mapping[str, str], longest: float, reference: _Panel) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError, counted
-from dataflow.timeline.agents import servers_of
 from dataflow.timeline.causes.attribution import exposed_waits, summary, waits_after
 from dataflow.timeline.causes.culprits import Culprit, culprits
 from dataflow.timeline.downtime import Axis
@@ -61,8 +60,7 @@ class Chart:
     """A trace drawn with letters.
 
     Attributes:
-        rows: (name, bars) of each; further lanes of a resource have no name; the last ones may be rewards in flight,
-            of an agent or at a server.
+        rows: (name, bars) of each; further lanes of a resource have no name; the last ones may be rewards in flight.
         axis: of time, in seconds; as wide as the bars.
         legend: meaning of letters and signs.
         letter: of each stage.
@@ -83,8 +81,8 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
         steps: (first, last) to show; all by default.
 
     Returns:
-        A title, a row for each lane of each resource, a row of rewards in flight for each agent and each
-        server that they went to, a time axis in seconds and a legend. A task is drawn as its letter, its step (and
+        A title, a row for each lane of each resource, a row of rewards in flight for each agent, a time axis in seconds
+        and a legend. A task is drawn as its letter, its step (and
         part) if they fit, then "="; the GPU's waits as "~". The axis counts the time in which the run was running;
         "///" marks where a downtime is cut out.
     """
@@ -136,7 +134,7 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
         drawn.append((name, broken(_flights(levels, end, columns, lambda time: axis.at(time) * scale))))
     ran = {span.stage for on in shown.values() for span in on}
     legend = [f"{letter[s]} {s}" for s in trace.stages if s in ran] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
-    legend += [f"█ {max(level for _, level in levels)} {what}" for what, levels in flights.values() if what]
+    legend += [f"█ {max(level for _, level in levels)} {what}" for what, levels in flights.values()]
     if axis.downtimes:
         sign = _DOWN * max(1, column(axis.downtimes[0].end) - column(axis.downtimes[0].begin))
         legend += [f"{sign} {down.words}" for down in axis.downtimes] + ["(cut out of the axis)"]
@@ -144,15 +142,13 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
 
 
 def _flights_of(trace: Trace, begin: float, end: float) -> dict[str, tuple[str, list[tuple[float, int]]]]:
-    """Returns row -> (what is in flight, for the legend, and how many when), for each agent and each server."""
+    """Returns row -> (what is in flight, for the legend, and how many when), for each agent."""
     near = [mark for mark in trace.marks if mark.begin < mark.end and mark.end > begin and mark.begin < end]
     agents = [name for name in trace.resources if any(mark.resource == name for mark in near)]
     rows: dict[str, tuple[str, list[tuple[float, int]]]] = {}
     for agent in agents:
         name, of = (f"{agent} in flight", f" of {agent}") if len(agents) > 1 else ("in flight", "")
         rows[name] = f"rewards{of} in flight", in_flight(mark for mark in near if mark.resource == agent)
-    for server, marks in servers_of(Trace(marks=near)).items():
-        rows[server] = "", in_flight(marks)
     return rows
 
 

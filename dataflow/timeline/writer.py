@@ -1,7 +1,7 @@
 """Writes the trace's file during the run: Trace Event JSON, one event per line, flushed after each task.
 
 It uses the array form of the format, whose end may be missing, so Perfetto and Chrome open the file of a killed process
-as well. What depends on the whole trace (downtimes, waits, flows, requests in flight) is written when the file is
+as well. What depends on the whole trace (downtimes, waits, requests in flight) is written when the file is
 closed; :func:`dataflow.timeline.perfetto.read` skips it.
 """
 
@@ -11,16 +11,16 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.files import cannot_write
-from dataflow.timeline.agents import cause_of, servers_of
+from dataflow.timeline.agents import cause_of
 from dataflow.timeline.causes.attribution import exposed_waits, waits_after
-from dataflow.timeline.spans import Level, Mark, Span, Trace, chunk_spans, in_flight
+from dataflow.timeline.spans import Level, Mark, Span, Trace, in_flight
 
 FORMAT = "dataflow"
 _SHARE = 1000  # lines per write
@@ -43,7 +43,6 @@ class TraceWriter:
         self._place = {name: i for i, name in enumerate(meta.get("resources") or {}, start=1)}
         self._lanes: dict[str, dict[int, int]] = {}  # resource -> {track: microsecond until which it is occupied}
         self._tracks = self._requests = 0
-        self._slices: dict[tuple[str, int, int], tuple[int, int, int]] = {}  # stage, step, part -> (track, begin, end)
         self._lines: list[str] = []
         self._broken = False
         try:
@@ -132,7 +131,6 @@ class TraceWriter:
         ts = _ticks(span.begin)
         until = max(ts, _ticks(span.end))
         tid = self._lane(span.resource, ts, until)
-        self._slices[span.stage, span.step, span.part] = tid, ts, until
         about = f'"cat":"task","name":{encode(f"{span.stage} {span.label}")},"pid":1,"tid":{tid}'
         self._lines.append(f'{{"ph":"X",{about},"ts":{ts},"dur":{until - ts},"args":{encode(args)}}}')
 
@@ -158,32 +156,9 @@ class TraceWriter:
                     args = {"cause": wait.cause, "task": wait.task, "waited_for": wait.by}
                     name = f"waits for {wait.cause}"
                     yield _event("X", "wait", name, *_slice(wait.begin, wait.end), tid=tid, args=args)
-        for number, (source, left, collect, update) in enumerate(flows(trace), start=1):
-            yield from self._flow(
-                number, _ticks(left), *(self._slices[s.stage, s.step, s.part] for s in (source, collect, update))
-            )
         for agent in dict.fromkeys(mark.resource for mark in trace.marks):
-            yield from _in_flight(cause_of(agent), (mark for mark in trace.marks if mark.resource == agent))
-        for server, marks in servers_of(trace).items():
-            yield from _in_flight(server, marks)
-
-    def _flow(self, number: int, left: int, *slices: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
-        """Yields the events of an arrow through three slices, unless it would go back in time.
-
-        Viewers bind a flow's event to the slice of its track that is open at its time: the last microsecond of a slice
-        belongs to it, its end does not, and an empty slice contains nothing.
-        """
-        if any(ts == until for _, ts, until in slices):
-            return
-        first, middle, last = [(tid, ts, until - 1) for tid, ts, until in slices]
-        through = min(middle[2], last[2])
-        leaves = max(min(left - 1, first[2], through), first[1])
-        if not leaves <= through or through < middle[1]:
-            return
-        arrives = max(last[1], through)
-        for ph, (tid, *_), ts in zip("stf", (first, middle, last), (leaves, through, arrives), strict=True):
-            more: dict[str, Any] = {} if ph == "s" else {"bp": "e"}
-            yield _event(ph, "flow", "samples", ts, id=number, tid=tid, **more)
+            for time, level in in_flight(mark for mark in trace.marks if mark.resource == agent):
+                yield _event("C", "", f"{cause_of(agent)} in flight", _ticks(time), args={"requests": level})
 
     # --- tracks ---------------------------------------------------------------------------------------------
 
@@ -233,37 +208,6 @@ class TraceWriter:
     def _failed(self, error: OSError) -> RunError:
         self._broken = True
         return cannot_write("trace", self.path, error)
-
-
-def flows(trace: Trace) -> Iterator[tuple[Span, float, Span, Span]]:
-    """Yields (rollout, when the samples left it, part of the rewards, update on that part), for each update.
-
-    Samples leave a streaming rollout with its chunks: the time is that of the last chunk that the part waited for.
-    """
-    first = {role: name for name, role in reversed(trace.roles.items())}
-    parts: dict[tuple[str | None, int], list[Span]] = {}
-    for span in trace.spans:
-        parts.setdefault((span.stage, span.step), []).append(span)
-    for step in sorted({span.step for span in trace.spans}):
-        sampled, scored, trained = [parts.get((first.get(r), step), []) for r in ("samples", "collects", "trains")]
-        for update in trained:
-            for collect in scored:
-                for rollout in sampled:
-                    if _overlap(rollout, collect) and _overlap(collect, update):
-                        left = [chunk.end for chunk in chunk_spans(rollout) if _overlap(chunk, collect)]
-                        yield rollout, max(left, default=rollout.end), collect, update
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    """Whether two parts of a step, each taken as a share of the step, overlap."""
-    return (
-        one.part * other.parts < (other.part + 1) * one.parts and other.part * one.parts < (one.part + 1) * other.parts
-    )
-
-
-def _in_flight(name: str, marks: Iterable[Mark]) -> Iterator[dict[str, Any]]:
-    for time, level in in_flight(marks):
-        yield _event("C", "", f"{name} in flight", _ticks(time), args={"requests": level})
 
 
 def _ticks(seconds: float) -> int:

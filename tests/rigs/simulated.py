@@ -38,10 +38,10 @@ def run(workload: Workload, policy: str | SchedulingPolicy = "baseline") -> Trac
     facts |= {key: getattr(workload, key) for key in ("prompts", "responses", "mini_batches")}
     trace.meta |= {"policy": policy, "job": facts}
     for step in range(1, workload.steps + 1):
-        for at, (group, seconds) in enumerate(workload.requests(step, range(workload.prompts))):
-            sample = at % workload.responses
+        for at, seconds in enumerate(workload.requests(step, range(workload.prompts)).seconds):
+            group, sample = divmod(at, workload.responses)
             trace.marks.append(Mark("reward", "reward", 0.0, seconds, {"step": step, "group": group, "sample": sample}))
         if step % 4 == 0:
-            for _group, seconds in workload.val_requests(step):
+            for seconds in workload.val_requests(step).seconds:
                 trace.marks.append(Mark("reward", "reward", 0.0, seconds, {"step": step, "validation": True}))
     return trace

@@ -14,9 +14,8 @@ from dataflow.graph import Pipeline
 from dataflow.planning.config import AgentPlan, LogPlan, PlanConfig
 from dataflow.planning.planner import name_of
 from dataflow.planning.rewards import Rewards, Validation
-from dataflow.planning.roles import Roles
 from dataflow.planning.sources.whatifs import changed, given_times, refuse_log
-from dataflow.planning.workload import Logged, Measured, StageTime, Workload
+from dataflow.planning.workload import Logged, Measured, Roles, StageTime, Workload
 from dataflow.policy import SchedulingPolicy
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto

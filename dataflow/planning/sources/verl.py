@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +36,6 @@ _STAGES = {
     "critic_update": "update_critic",
 }
 """Stage -> what verl times of it in each step."""
-_NOW_AND_THEN = ("testing", "save_checkpoint")
 _HIDDEN_S = 1.0
 """After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs."""
 _QUICK = 0.9
@@ -48,10 +47,6 @@ Warm-up lengthens it by less: in the published runs the ratio is 1.3 and 1.7 wit
 """
 _EARLY = 10
 """Steps with which the first one is compared; later ones may differ since responses get longer or shorter."""
-_MUCH = 0.05
-"""Share of the steps' time that is worth a sentence."""
-_EXCEPTION = 4.0
-"""How many times as long as the median an exceptional step takes, at least."""
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -94,11 +89,10 @@ def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
             "the log is taken for that of a baseline, whose loop waits for all rewards of a step before the update; a "
             "run that updates on mini-batches as they arrive looks like one with quicker rewards.",
         )
-    assumed += _left_over(log)
     scattered = config.balance_batch is not False
     own, blocking = _rewards(log, config, concurrency, (prompts, responses), assumed, fit=not overlap), _blocks(log)
     own = replace(own, scattered=scattered)
-    cautions = (overlap, doubt, "" if overlap else _too_quick(config, own), _exception(log))
+    cautions = (overlap, doubt, "" if overlap else _too_quick(config, own))
     if scattered:
         assumed.append(
             "verl distributes the batch over its ranks by length before scoring (balance_batch=false if not)."
@@ -232,44 +226,6 @@ def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
         f"the log's waits are those of rewards that take {figure(rewards.latency.mean, 3)} s, not the "
         f"{figure(given, 3)} s of log.latency={config.log.latency}: its run may overlap rewards and updates "
         "already (mini-batch), or have had more requests in flight than log.concurrency."
-    )
-
-
-def _left_over(log: Scalars) -> Iterator[str]:
-    """Yields a sentence on the time of the steps that none of the plan's stages has."""
-    whole = log.series(f"{SECONDS}step")
-    each = [name for name in (*_STAGES.values(), "adv") if log.series(SECONDS + name)]
-    timed = {name: log.series(SECONDS + name) for name in (*each, *_NOW_AND_THEN)}
-    complete = [step for step in whole if all(step in timed[name] for name in each)]
-    rests = [whole[step] - math.fsum(of.get(step, 0.0) for of in timed.values()) for step in complete]
-    rest = statistics.median(rests) if rests else 0.0
-    usual = statistics.median(whole.values()) if whole else 0.0
-    if rest <= _MUCH * usual:
-        return
-    others = {
-        name: seconds
-        for name in log.columns
-        if name.startswith(SECONDS) and name.removeprefix(SECONDS) not in (*timed, "step")
-        if usual * _MUCH / 5 < (seconds := log.mean(name)) <= rest * 1.02
-    }
-    listed = [f"{name} {figure(others[name], 3)} s" for name in sorted(others, key=others.__getitem__, reverse=True)]
-    named = f" (the log also has {', '.join(listed[:3])})" if listed else ""
-    yield f"a step of the log takes {figure(rest, 3)} s more than the stages of this plan, which lacks them{named}."
-
-
-def _exception(log: Scalars) -> str:
-    """Returns that one step, the first apart, took far longer than the others; "" if none did."""
-    extra = [log.series(SECONDS + name) for name in _NOW_AND_THEN]
-    whole = log.series(f"{SECONDS}step")
-    later = {step: s - math.fsum(of.get(step, 0.0) for of in extra) for step, s in whole.items() if step > min(whole)}
-    if len(later) < 3:
-        return ""
-    usual, longest = statistics.median(later.values()), max(later, key=later.__getitem__)
-    if later[longest] < _EXCEPTION * usual or later[longest] - usual <= _MUCH * math.fsum(later.values()):
-        return ""
-    return (
-        f"step {longest} took {figure(later[longest])} s, where half of the steps took {figure(usual)} s or less, and "
-        "this plan spreads that time over all steps; if it was an exception, leave it out of the log."
     )
 
 

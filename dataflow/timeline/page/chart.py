@@ -12,7 +12,6 @@ from typing import Any
 from dataflow.drawing.duration import seconds
 from dataflow.drawing.style import cause_colours, colours, contrast
 from dataflow.errors import counted
-from dataflow.timeline.agents import servers_of
 from dataflow.timeline.causes.attribution import Wait
 from dataflow.timeline.causes.critical import critical_path
 from dataflow.timeline.causes.culprits import Culprit, culprits, last_requests, place_of
@@ -69,10 +68,10 @@ class _Run:
         made["height"] += _HEAD + _STRIP
         for resource in trace.resources:
             self._row(resource, of.get(resource, []))
-        for server, marks in servers_of(trace).items():
+        for endpoint, marks in endpoints_of(trace).items():
             above = made["height"]
             self._band(marks, _BAND * tall / 2)
-            self._close(server, above)
+            self._close(endpoint, above)
         found = culprits(trace, after=True)
         self._waits(found)
         self._requests(of, found)
@@ -215,6 +214,15 @@ def step_of(task: str) -> int:
     """
     number = task.rpartition("[")[2].partition("]")[0].partition(".")[0]
     return int(number) if number.isdecimal() else -1
+
+
+def endpoints_of(trace: Trace) -> dict[str, list[Mark]]:
+    """Returns address -> its requests, in order; none where the reward object names no endpoint."""
+    marks: dict[str, list[Mark]] = {}
+    for mark in trace.marks:
+        if url := mark.args.get("endpoint"):
+            marks.setdefault(url.partition("://")[2] or url, []).append(mark)
+    return marks
 
 
 def step_ends(trace: Trace) -> dict[int, float]:

@@ -322,18 +322,12 @@ const timeline = (() => {
 
   const KEYS = {
     w: () => zoom(0.75), s: () => zoom(1 / 0.75), a: () => pan(-0.15), d: () => pan(0.15),
-    arrowleft: () => pan(-0.15), arrowright: () => pan(0.15), 0: () => show(0, data.length), "?": help,
-  }
-
-  function help() {
-    if ($("keys").open) $("keys").close()
-    else $("keys").showModal()
+    arrowleft: () => pan(-0.15), arrowright: () => pan(0.15), 0: () => show(0, data.length),
   }
 
   function press(event) {
     const act = KEYS[event.key.toLowerCase()]
     if (!act || event.ctrlKey || event.metaKey || event.altKey || event.target.type === "number") return
-    if ($("keys").open && event.key !== "?") return // an open dialog has its own keys
     event.preventDefault()
     act()
   }
@@ -400,7 +394,6 @@ const timeline = (() => {
       chart.scrollIntoView({ block: "nearest" })
     })
   }
-  $("help").addEventListener("click", help)
   addEventListener("keydown", press)
   dark.addEventListener("change", theme)
   new ResizeObserver(later).observe(chart)

@@ -24,9 +24,6 @@ REQUIRED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "b": {"name": str, "cat": str, "pid": int, "tid": int, "ts": (int, float), "id": (str, int), "args": dict},
     "e": {"name": str, "cat": str, "pid": int, "tid": int, "ts": (int, float), "id": (str, int)},
     "C": {"name": str, "pid": int, "ts": (int, float), "args": dict},
-    "s": {"name": str, "cat": str, "pid": int, "tid": int, "ts": (int, float), "id": (str, int)},
-    "t": {"name": str, "cat": str, "pid": int, "tid": int, "ts": (int, float), "id": (str, int)},
-    "f": {"name": str, "cat": str, "pid": int, "tid": int, "ts": (int, float), "id": (str, int), "bp": str},
 }
 """Phases that are written, and the fields that each must have."""
 
@@ -37,9 +34,8 @@ def check(events: Any) -> None:
     for event in events:
         _check_fields(event)
     _check_names(events)
-    slices = _check_slices([e for e in events if e["ph"] == "X"])
+    _check_slices([e for e in events if e["ph"] == "X"])
     _check_async([e for e in events if e["ph"] in "be"])
-    _check_flows([e for e in events if e["ph"] in "stf"], slices)
 
 
 def _check_fields(event: Any) -> None:
@@ -60,8 +56,6 @@ def _check_fields(event: Any) -> None:
             assert isinstance(value, int | float), event
             assert not isinstance(value, bool), event
             assert math.isfinite(value), event
-    if event["ph"] == "f":
-        assert event["bp"] == "e", event
 
 
 def _check_names(events: Sequence[dict[str, Any]]) -> None:
@@ -87,8 +81,8 @@ def _check_names(events: Sequence[dict[str, Any]]) -> None:
             assert (event["pid"], event["tid"]) in tracks, event
 
 
-def _check_slices(events: Sequence[dict[str, Any]]) -> dict[tuple[int, int], list[tuple[float, float]]]:
-    """Complete events of a track nest or are apart; returns (begin, end) by track."""
+def _check_slices(events: Sequence[dict[str, Any]]) -> None:
+    """Complete events of a track nest or are apart."""
     slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
         found = slices.setdefault((event["pid"], event["tid"]), [])
@@ -101,7 +95,6 @@ def _check_slices(events: Sequence[dict[str, Any]]) -> dict[tuple[int, int], lis
                 outer.pop()
             assert not outer or end <= outer[-1][1], (begin, end, outer[-1])
             outer.append((begin, end))
-    return slices
 
 
 def _check_async(events: Sequence[dict[str, Any]]) -> None:
@@ -117,17 +110,3 @@ def _check_async(events: Sequence[dict[str, Any]]) -> None:
         last = ended[key]
         assert (first["name"], first["pid"]) == (last["name"], last["pid"]), (first, last)
         assert first["ts"] <= last["ts"], (first, last)
-
-
-def _check_flows(events: Sequence[dict[str, Any]], slices: dict[tuple[int, int], list[tuple[float, float]]]) -> None:
-    """Each flow starts, steps and ends in the order of time, and each of its events lies in a slice of its track."""
-    flows: dict[tuple[str, str, Any], list[dict[str, Any]]] = {}
-    for event in events:
-        flows.setdefault((event["cat"], event["name"], event["id"]), []).append(event)
-        found = slices.get((event["pid"], event["tid"]), [])
-        assert any(a <= event["ts"] < b for a, b in found), event
-    for found in flows.values():
-        phases = "".join(e["ph"] for e in found)
-        assert phases == "s" + "t" * (len(found) - 2) + "f", found
-        times = [e["ts"] for e in found]
-        assert times == sorted(times), found
