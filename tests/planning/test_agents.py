@@ -90,21 +90,6 @@ def test_the_limits_of_an_agent_are_swept(tmp_path: Path) -> None:
         parse_sweep("stile.concurrency:4:16", workload)
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("agents={gpu: {latency: 1, concurrency: 1}}", "agents.gpu: give a name like those of Python, other than gpu"),
-        ("agents={taste: {concurrency: 1}}", "does not say 'agents.taste.latency'"),
-        ("agents={taste: {latency: 1}}", "does not say 'agents.taste.concurrency'"),
-        ("agents={style: {latencyy: 1}}", "agents.style.latencyy"),
-    ],
-)
-def test_agents_that_cannot_be_planned_are_refused(tmp_path: Path, argument: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, 1.0, 1.0, 16, argument)
-    assert words in str(caught.value)
-
-
 @pytest.mark.parametrize("policy", [*PRESETS, "both+stream"])
 def test_the_trace_of_a_run_with_two_agents_is_planned(tmp_path: Path, policy: str) -> None:
     """What the plan of a run predicts for the run's own policy is what it was."""

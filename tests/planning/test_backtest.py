@@ -37,8 +37,3 @@ def test_the_command_prints_and_draws_both(tmp_path: Path, capsys: pytest.Captur
     assert picture.stat().st_size > 10_000
     assert main(["compare", str(tmp_path), "--predicted", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["what"] == "wall time"
-
-
-def test_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "a", "b", "--predicted"]) == 2
-    assert "give one RUN" in capsys.readouterr().err

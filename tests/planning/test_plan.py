@@ -52,15 +52,6 @@ def test_the_table_shows_rows_advice_and_sweep(costs: str, capsys: pytest.Captur
     assert "reward service" in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["png", pytest.param("html", marks=pytest.mark.heavy)])
-def test_a_plan_is_drawn(costs: str, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / f"plan.{suffix}"
-    assert main(["plan", costs, "-o", str(picture), "sweep=mini_batches:1:4"]) == 0
-    assert picture.stat().st_size > 10_000
-    assert f"{'page' if suffix == 'html' else 'picture'}: {picture}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -82,16 +73,6 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
     err = capsys.readouterr().err.strip()
     assert message in err
     assert "\n" not in err
-
-
-def test_a_plan_of_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "trace.json").write_text("")
-    assert main(["plan", str(tmp_path)]) == 2
-    assert "was not written by dataflow; give the trace.json of a run" in capsys.readouterr().err
-    assert main(["plan"]) == 2
-    assert "give a SOURCE" in capsys.readouterr().err
-    assert main(["plan", "--keys"]) == 0
-    assert "reward.concurrency=null" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -116,31 +97,6 @@ def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.Capture
     assert found["logged"]["predicted_step_s"] == pytest.approx(61, rel=0.05)
 
 
-@pytest.mark.parametrize("latency", [2, 40])
-def test_a_replay_far_off_the_log_says_what_may_be_the_reason(
-    latency: int, log: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path(log).write_text(Path(log).read_text().replace("timing_s/adv:30.0", "timing_s/adv:0.1"))
-    keys = ["prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4", f"log.latency={latency}"]
-    assert main(["plan", log, *keys]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as logged: ")]
-    assert "; its rewards took another time or others were in flight (log.latency, log.concurrency)" in line
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [(["reward.latency=100"], True), (["reward.latency=10", "reward.rpm=10"], True), (["reward.latency=0"], False)],
-)
-def test_stages_that_take_no_time_are_planned(
-    keys: list[str], said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "c.yaml").write_text("steps: 6\nprompts: 16\nresponses: 2\nmini_batches: 4\nreward: {concurrency: 1}\n")
-    stages = ["stages.rollout=0", "stages.actor_update=0"]
-    assert main(["plan", str(tmp_path / "c.yaml"), *stages, *keys]) == 0
-    out = capsys.readouterr().out
-    assert ("takes time on the GPUs, so that there is nothing to overlap" in out) == said
-
-
 @pytest.mark.slow
 def test_a_log_of_one_step_is_said_to_show_no_accuracy(log: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(log)
@@ -154,21 +110,6 @@ def test_a_log_of_one_step_is_said_to_show_no_accuracy(log: str, capsys: pytest.
     )
     assert "1 step of 8 x 2 samples, 1 mini-batch, " in out
     assert "(baseline, 1 step)" in out
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("log.concurrency=1e9", "log.concurrency=1000000000.0: give a number less than or equal to 100000."),
-        ("reward.concurrency=1e9", "reward.concurrency=1000000000.0: give a number less than or equal to 100000."),
-        ("log.latency=0", "a latency of 0 cannot be scaled to the"),
-        ("log.latency=uniform:0:0", "or give reward.latency=0 to plan with it"),
-    ],
-)
-def test_values_that_no_plan_can_have(log: str, key: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4", key]
-    assert main(["plan", log, *[k for k in keys if k == key or not key.startswith(k.split("=")[0])]]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

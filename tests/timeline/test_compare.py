@@ -9,9 +9,8 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.stage import stage
-from dataflow.timeline import files, perfetto
+from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Span, Trace
-from tests.rigs import simulated
 from tests.rigs.made_up import made_up
 
 PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
@@ -71,20 +70,6 @@ def test_runs_stand_in_the_order_of_the_policies_and_the_fastest_is_named(
     assert lines[-1].startswith("lower bounds differ since each is made of its own run's tasks")
 
 
-@pytest.mark.parametrize(
-    ("run", "title"),
-    [("runs/mine", "mine"), ("runs/mine/trace.json", "mine"), ("traces/both.json.gz", "both"), ("a/b.json", "b")],
-)
-def test_a_page_has_the_name_of_its_run(run: str, title: str, tmp_path: Path) -> None:
-    path = tmp_path / run
-    path.parent.mkdir(parents=True)
-    if path.suffix:
-        path.write_text("")
-    else:
-        path.mkdir()
-    assert files.title_of(str(path)) == title
-
-
 def test_two_runs_of_one_policy_go_by_their_directories(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,14 +113,6 @@ def test_a_run_without_a_whole_step_is_neither_the_fastest_nor_the_measure_of_ot
     assert "<b>mini-batch</b>" not in best
 
 
-def test_a_run_beside_its_prediction_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    perfetto.write(simulated.run(simulated.job(4)), tmp_path / "trace.json")
-    page = tmp_path / "predicted.html"
-    assert main(["compare", str(tmp_path), "--predicted", "-o", str(page)]) == 0
-    assert "wall time" in capsys.readouterr().out
-    assert "<h2>predicted</h2>" in page.read_text()
-
-
 @pytest.mark.slow
 def test_one_run_as_each_kind_of_file(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("run.html", "run.png", "run.svg", "run.txt"):
@@ -165,23 +142,3 @@ def test_an_empty_run_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.Captu
     perfetto.write(trace, tmp_path / "trace.json")
     assert "run 'both' has no task" in refused(capsys, "timeline", str(tmp_path), "-o", str(tmp_path / "run.html"))
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
-
-
-def test_runs_of_different_lengths_are_compared_by_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, steps in (("long", 6), ("short", 3)):
-        (tmp_path / name).mkdir()
-        trace = Trace([Span("actor_update", n, 0, 1, "gpu", n, n + 1.0) for n in range(steps)], meta={"policy": name})
-        perfetto.write(trace, tmp_path / name / "trace.json")
-    (tmp_path / "long" / "summary.json").write_text(json.dumps({"total_s": 12.5}))
-    assert main(["compare", str(tmp_path / "long"), str(tmp_path / "short"), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["steps"], row["change"], row["total_s"]) for row in rows] == [(6, 0.0, 12.5), (3, 0.0, None)]
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "{"])
-def test_a_summary_that_is_damaged_is_refused(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    (Path(runs[1]) / "summary.json").write_text(text)
-    for arguments in (["compare", *runs], ["timeline", runs[1], "-o", str(tmp_path / "page.html")]):
-        assert f"{Path(runs[1]) / 'summary.json'}" in refused(capsys, *arguments)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.running.reporting.timings import step_metrics
 from dataflow.timeline import perfetto
 from dataflow.timeline.causes.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.causes.critical import critical_path
@@ -39,15 +38,6 @@ K save_checkpoint  ~ gpu waits  █ 4 rewards in flight
 /// not running 3 h 12 min, resumed from step 2  (cut out of the axis)
 """
 """Without its title."""
-
-
-def test_downtimes_are_typed() -> None:
-    trace = resumed()
-    assert trace.downtimes == (Downtime(26, 26 + KILLED_S, WHY, 2),)
-    assert trace.downtimes[0].words == "not running 3 h 12 min, resumed from step 2"
-    assert trace.resumed == [2]
-    assert Trace().downtimes == ()
-    assert "///" not in gantt(resumed(killed=False))
 
 
 def test_a_run_that_went_on_twice_from_one_checkpoint_has_one_gap() -> None:
@@ -115,12 +105,6 @@ def test_busy_time_and_waits_add_up_to_the_time_in_which_it_ran(
         assert all(wait.end <= down.begin or wait.begin >= down.end for down in trace.downtimes)
 
 
-def test_the_metrics_of_a_step_leave_the_downtime_out() -> None:
-    cut, whole = step_metrics(resumed(), 3), step_metrics(resumed(killed=False), 3)
-    assert cut == pytest.approx(whole)
-    assert cut["timing_s/step"] == pytest.approx(13)
-
-
 def test_the_critical_path_goes_on_over_the_gap() -> None:
     path = [span.task for span in critical_path(resumed())]
     assert path == [span.task for span in critical_path(resumed(killed=False))]
@@ -136,14 +120,6 @@ def test_an_axis_leaves_downtimes_out_and_leaves_room_for_their_marks() -> None:
     assert (within.running, within.at(60), within.at(110), within.at(120)) == (10, 0, 0, 10)
 
 
-@given(st.lists(st.tuples(st.floats(0, 90), st.floats(0.1, 30)), max_size=4), st.floats(0, 5), st.floats(0, 100))
-def test_an_axis_never_goes_back(cuts: list[tuple[float, float]], wide: float, time: float) -> None:
-    axis = Axis(downtimes({"gaps": [[a, a + long, ""] for a, long in cuts], "resumed": [0] * len(cuts)}), 0, 100, wide)
-    assert axis.at(0) <= axis.at(time) + 1e-9
-    assert axis.at(time) <= axis.at(min(100, time + 1)) + 1e-9
-    assert axis.at(100) == pytest.approx(axis.length, abs=1e-9)
-
-
 # --- what is shown ------------------------------------------------------------------------------------------
 
 
@@ -153,15 +129,6 @@ def test_the_text_marks_the_cut() -> None:
     assert text == GOLDEN.lstrip("\n")
     assert gantt(resumed(hours=1000), width=72).splitlines()[1:7] == text.splitlines()[:6]
     assert idle_lines(resumed())[-1] == f"not running 3 h 12 min: {WHY}"
-
-
-def test_many_downtimes_leave_the_tasks_their_room() -> None:
-    trace = resumed(killed=False)
-    trace.meta |= {"gaps": [[i / 2 + 0.1, i / 2 + 0.2, ""] for i in range(70)], "resumed": [2] * 70}
-    row = gantt(trace, width=72).splitlines()[1]
-    assert row.startswith("gpu")
-    assert len(row) <= 72
-    assert "R" in row
 
 
 def test_the_page_cuts_its_axis(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.drawing.style import COLOURS, OTHERS, colours, columns_that_fit
-from dataflow.errors import DataError
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Mark, Span, Trace
 
@@ -71,25 +69,3 @@ def test_an_svg_names_what_it_shows(tmp_path: Path) -> None:
 def test_odd_runs_are_drawn_too(tmp_path: Path, trace: Trace) -> None:
     draw(trace, tmp_path / "run.svg")
     assert (tmp_path / "run.svg").stat().st_size > 1000
-
-
-def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="run 'both' has no task"):
-        draw(Trace(meta={"policy": "both"}), tmp_path / "run.png")
-    with pytest.raises(DataError, match="no run to show"):
-        draw({}, tmp_path / "run.png")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_users_stages_have_colours_of_their_own() -> None:
-    named = colours(["b", "draw", "a", "draw_again", "c"], {"draw": "syncs", "draw_again": "syncs"})
-    assert [named["draw"], named["draw_again"]] == list(COLOURS["syncs"])
-    assert [named["b"], named["a"], named["c"]] == list(OTHERS[:3])
-    every = [colour for of in [*COLOURS.values(), OTHERS] for colour in of]
-    assert len(set(every)) == len(every)
-
-
-def test_a_legend_of_long_names_takes_fewer_columns() -> None:
-    assert columns_that_fit(["rollout"] * 8, 12.8) == 8
-    assert columns_that_fit(["a_stage_with_a_very_long_name_" * 2] * 8, 12.8) == 2
-    assert columns_that_fit(["x" * 500], 12.8) == 1

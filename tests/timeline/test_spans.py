@@ -25,11 +25,6 @@ def test_labels_count_parts_from_one() -> None:
     assert Span("rollout", 3, 0, 1, "gpu", 0, 1).label == "3"
 
 
-def test_a_task_is_called_as_the_task_graph_calls_it() -> None:
-    assert Span("rollout", 3, 0, 1, "gpu", 0, 1).task == "rollout[3]"
-    assert Span("actor_update", 3, 1, 4, "gpu", 0, 1).task == "actor_update[3.2]"
-
-
 def test_wall_ends_with_training_and_busy_stays_inside_it() -> None:
     trace = Trace()
     trace.add(span(1, 3), span(5, 8), span(9, 12, "val_rollout", optional=True), Mark("reward", "reward", 3, 6))
@@ -38,12 +33,6 @@ def test_wall_ends_with_training_and_busy_stays_inside_it() -> None:
     assert trace.busy("gpu") == 5
     assert trace.busy("reward") == 0
     assert len(trace.marks) == 1
-
-
-def test_an_empty_trace_has_no_wall_time() -> None:
-    assert Trace().wall == 0
-    assert Trace().busy("gpu") == 0
-    assert Trace().resources == []
 
 
 def test_resources_come_in_declared_order_and_undeclared_ones_last() -> None:
@@ -82,11 +71,6 @@ def test_in_flight_starts_and_ends_at_none(given: list[tuple[float, float]]) -> 
     assert all(levels[i][0] < levels[i + 1][0] for i in range(len(levels) - 1))
     assert all(level >= 0 for _, level in levels)
     assert not levels or levels[-1][1] == 0
-
-
-def test_ends_and_begins_at_one_time_are_one_change() -> None:
-    marks = [Mark("reward", "reward", 0, 1), Mark("reward", "reward", 1, 2)]
-    assert in_flight(marks) == [(0, 1), (2, 0)]
 
 
 def test_the_timeline_loads_nothing_heavy() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.drawing.style import colours
-from dataflow.timeline.spans import USUAL, Mark, Span, Trace, looks
-from dataflow.timeline.text import LETTERS, gantt, idle_lines, letters, profile_lines, table, tick
+from dataflow.timeline.spans import USUAL, Mark, Span, Trace
+from dataflow.timeline.text import LETTERS, gantt, idle_lines, letters, profile_lines
 
 
 def both() -> Trace:
@@ -49,19 +47,6 @@ S sync_weights  P penalise_length  V val_rollout  ~ gpu waits
 █ 13 rewards in flight
 """
 
-PART = """
-both: 2 steps in 30.0 s, gpu busy 76.7%, exposed wait 7.00 s (rewards 6.00, controller 1.00)
-gpu         R2========L1=U1.1====~~~U1.2===S1=L2=~~~~~~~~~~~~~~~U2==============
-reward      C1.1======C2======================================
-            C1.2====================
-controller  Q                                                 P2
-in flight   ▅▅▅▅▅▅▅▅▄▄██████▇▇▇▇▇▆▆▆▅▅▅▅▅▅▅▅▅▅▄▄▄▄▄▄▃▃▂▂▂▂▂▂▁▁
-            |0 s         |5           |10          |15          |20          |25
-R rollout  Q reward_request  C reward_collect  L old_log_prob  U actor_update
-S sync_weights  P penalise_length  V val_rollout  ~ gpu waits
-█ 13 rewards in flight
-"""
-
 
 def test_a_gpu_that_idles_beside_a_late_validation_is_drawn_as_waiting() -> None:
     trace = both()
@@ -79,24 +64,9 @@ def test_the_whole_run() -> None:
     assert gantt(both(), width=80) == GOLDEN.lstrip("\n")
 
 
-def test_one_step_of_it() -> None:
-    assert gantt(both(), width=80, steps=(2, 2)) == PART.lstrip("\n")
-
-
 def test_a_run_without_tasks() -> None:
     trace = Trace(meta={"policy": "both", "status": "interrupted"})
     assert gantt(trace) == "both: 0 steps in 0.00 s (interrupted)\n(no task ran)\n"
-
-
-def test_a_run_of_no_length() -> None:
-    trace = Trace([Span("rollout", 1, 0, 1, "gpu", 0, 0)], [Mark("reward", "reward", 0, 1)])
-    assert "gpu" in gantt(trace)
-
-
-def test_too_short_for_a_column_shows_where_nothing_else_is() -> None:
-    trace = Trace([Span("rollout", 1, 0, 1, "gpu", 0, 100), Span("advantage", 1, 0, 1, "controller", 50, 50.01)])
-    row = next(line for line in gantt(trace, width=62).splitlines() if line.startswith("controller"))
-    assert row == "controller" + " " * 27 + "A"
 
 
 def test_letters_of_users_stages_are_their_own_and_stay() -> None:
@@ -108,22 +78,6 @@ def test_letters_of_users_stages_are_their_own_and_stay() -> None:
     assert letters(["penalise_length", "draw"], {"draw": "samples"})["penalise_length"] == "P"
     assert letters(["a", "b"], {"a": "samples", "b": "samples"}) == {"a": "R", "b": "B"}
     assert letters([f"s{i}" for i in range(99)], {})["s98"] == "?"
-
-
-def test_checkpoints_and_samples_are_drawn_apart() -> None:
-    on = {name: resource for name, (_role, resource) in USUAL.items() if resource in ("gpu", "io")}
-    trace = Trace([Span(name, 2, 0, 1, where, at, at + 0.9) for at, (name, where) in enumerate(on.items())])
-    stages, roles = looks([trace])
-    letter, colour = letters(stages, roles), colours(stages, roles)
-    saving = ("stage_checkpoint", "keep_samples", "write_checkpoint")
-    assert [letter[name] for name in saving] == ["K", "k", "w"]
-    for look in (letter, colour):
-        assert look["write_samples"] != look["write_checkpoint"]
-    assert len({colour[name] for name in saving}) == 3
-    assert len({colour[name] for name in ("val_rollout", "write_val_samples")}) == 2
-    rows = gantt(trace).splitlines()
-    assert "K2" in next(row for row in rows if row.startswith("gpu"))
-    assert "w2" in next(row for row in rows if row.startswith("io"))
 
 
 @given(
@@ -144,17 +98,6 @@ def test_no_line_is_wider_than_asked_for(tasks: list[tuple[str, float, float, st
     rows = [line for line in text.splitlines()[1:] if line.startswith(("gpu", "io", " "))]
     assert all(len(line) <= width for line in rows)
     assert gantt(trace, width=width) == text
-
-
-@pytest.mark.parametrize(("span", "size"), [(10, 1), (11, 2), (0.03, 0.005), (1e4, 1e3), (0, 1)])
-def test_ticks_are_round_numbers(span: float, size: float) -> None:
-    assert tick(span, 10) == size
-
-
-def test_a_table_is_aligned() -> None:
-    assert table([["policy", "wall"], ["both", "9.51"], ["baseline", "12.00"]]) == (
-        "policy     wall\nboth       9.51\nbaseline  12.00"
-    )
 
 
 def test_where_the_idle_time_went_in_a_sentence() -> None:

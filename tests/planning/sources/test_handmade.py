@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.errors import ConfigError, DataError, UserError
-from dataflow.planning.planner import predict
-from dataflow.planning.simulation import simulate
+from dataflow.errors import ConfigError, UserError
 from dataflow.planning.sources.read import read_workload
-from dataflow.policy import SchedulingPolicy, preset
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "costs.yaml"
 GOOD = """
@@ -50,11 +47,6 @@ def test_the_command_line_goes_over_the_file(costs: Path) -> None:
     assert "ref_log_prob" not in workload.pipeline.by_name
 
 
-def test_a_stage_that_nothing_runs_is_said(costs: Path) -> None:
-    workload, _ = read_workload(str(costs), ["stages.checkpoint=40"])
-    assert workload.assumptions == ("stages.checkpoint is not used: checkpoint.every is not given.",)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -85,50 +77,3 @@ def test_all_that_costs_do_not_say_is_asked_for_at_once(tmp_path: Path) -> None:
     assert "does not say steps, reward.concurrency, stages.actor_update and reward.latency; give steps=100" in str(
         error.value
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [1", r"cannot be read as YAML: did not find expected"),
-        ("- 1", "holds no 'key: value' lines"),
-    ],
-)
-def test_a_file_that_is_no_mapping_is_said(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(DataError, match=message):
-        read_workload(str(tmp_path / "c.yaml"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rollout", "latency", "both", "streamed", "in_four", "stale_2"),
-    [
-        (1772, 0, 1786, 1786, 1786, 1786),
-        (620, 1152, 1477, 1322, 1245, 1176),
-        (900, 872, 1477, 1252, 1168, 1176),
-        (1150, 622, 1477, 1190, 1168, 1176),
-    ],
-)
-def test_the_figures_of_the_reward_queue_in_docs_planning(
-    rollout: int, latency: int, both: int, streamed: int, in_four: int, stale_2: int
-) -> None:
-    keys = (f"stages.rollout={rollout}", f"reward.latency={latency}")
-    found = []
-    for parts in (2, 4):
-        workload, config = read_workload(str(EXAMPLE.with_name("reward_queue.yaml")), (*keys, f"mini_batches={parts}"))
-        assert config.policy is not None
-        policies = {"both": preset("both", parts), "streamed": preset("both+stream", parts)}
-        policies["2"] = config.policy.resolve(parts)
-        found.append([round(row.step_s) for row in predict(workload, policies)])
-    assert found == [[both, streamed, stale_2], [both, in_four, stale_2]]
-
-
-def test_a_trainer_with_gpus_of_its_own_goes_on_while_the_engine_still_samples() -> None:
-    workload, _config = read_workload(str(EXAMPLE.with_name("reward_queue.yaml")), ["stages.rollout=1772", "steps=4"])
-    trace = simulate(workload, SchedulingPolicy(max_staleness=2))[0]
-    second = min(s.begin for s in trace.spans if s.stage == "actor_update" and s.step == 2)
-    ends = {(s.stage, s.step): s.end for s in trace.spans}
-    # The weights of step 1 are loaded once rollout 3 has ended; update 2 does not wait for that.
-    assert second == ends["reward_collect", 2]
-    assert second < ends["sync_weights", 1]

@@ -101,17 +101,6 @@ def test_a_key_changes_what_is_planned_and_not_what_the_log_ran_with(log: str, k
     assert workload.ran_with == "log.concurrency=4"
 
 
-def test_the_seconds_of_a_stage_are_a_what_if_of_a_log_too(log: str, tmp_path: Path) -> None:
-    logged, _ = read_workload(log, NEEDED)
-    workload, _ = read_workload(log, [*NEEDED, "stages.rollout=1", "stages.val_rollout=2", "stages.values=3"])
-    assert [workload.times[name].mean for name in ("rollout", "val_rollout", "values")] == [1, 2, 3]
-    assert workload.times["actor_update"] == logged.times["actor_update"]
-    same(workload.loop, logged.loop)
-    path = write(tmp_path / "a.csv", {"gen": [9, 9], "adv": [9, 9], "update_actor": [4, 4]})
-    added, _ = read_workload(path, [*NEEDED, "checkpoint.every=1", "stages.checkpoint=5", "stages.ref_log_prob=2"])
-    assert {"checkpoint", "ref_log_prob"} < set(added.pipeline.by_name)
-
-
 def test_rewards_that_never_made_the_log_wait_come_at_once(tmp_path: Path) -> None:
     columns = {"gen": [9], "reward": [0.1], "old_log_prob": [5], "adv": [0.2], "update_actor": [4]}
     workload, _ = read_workload(write(tmp_path / "a.csv", columns), NEEDED)
@@ -127,14 +116,6 @@ def test_the_latency_is_asked_for_where_no_wait_is_logged(tmp_path: Path) -> Non
         read_workload(path, NEEDED)
     workload, _ = read_workload(path, [*NEEDED, "log.latency=7"])
     assert workload.rewards.latency.mean == 7
-
-
-def test_a_loop_that_waits_in_its_reward_function_is_distinguished(tmp_path: Path) -> None:
-    columns = {"gen": [9], "reward": [40], "old_log_prob": [5], "ref": [3], "adv": [0.2], "update_actor": [4]}
-    workload, _ = read_workload(write(tmp_path / "a.csv", columns), [*NEEDED, "log.latency=10"])
-    assert workload.rewards.latency.mean == pytest.approx(10.0)
-    assert "reward_request" not in workload.times
-    assert any("before the log-probs" in sentence for sentence in workload.assumptions)
 
 
 def test_a_validation_is_generation_and_scoring(log: str) -> None:
@@ -173,13 +154,6 @@ def test_what_is_missing_or_wrong_is_said(log: str, keys: tuple[str, ...], messa
     with pytest.raises(UserError) as error:
         read_workload(log, keys)
     assert message in str(error.value)
-
-
-def test_steps_beyond_the_log_repeat_it_without_its_warm_up(log: str) -> None:
-    workload, _ = read_workload(log, [*NEEDED, "steps=9"])
-    rollout = workload.times["rollout"]
-    assert isinstance(rollout, Measured)
-    assert [rollout.seconds(step, 0, 1) for step in range(1, 10)] == [20, *[10] * 8]
 
 
 def test_the_log_of_a_resumed_run_begins_with_its_first_step(tmp_path: Path) -> None:
@@ -293,45 +267,12 @@ def test_a_slow_first_step_is_a_doubt(waits: list[object], said: str, tmp_path: 
     assert bool(caution) == bool(said)
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published logs are not beside this checkout")
-@pytest.mark.parametrize(
-    ("policy", "overlaps"), [("baseline", ""), ("off-policy", "overlaps steps"), ("both", "overlaps")]
-)
-def test_the_published_logs_are_told_apart(policy: str, overlaps: str) -> None:
-    facts = ["prompts=1024", "responses=5", "mini_batches=4", "log.concurrency=256", "log.latency=uniform:1:40"]
-    caution = read_workload(str(PUBLISHED / f"qwen2-7b_megatron_{policy}.csv"), facts)[0].caution
-    assert overlaps in caution
-    assert bool(caution) == bool(overlaps)
-
-
 def steps_of(path: Path, **more: list[object]) -> str:
     """Writes a log of ten steps of 98.5 s, with more timings in them."""
     usual: dict[str, list[object]] = {"gen": [40.0] * 10, "reward": [0.5] * 10, "old_log_prob": [8.0] * 10}
     columns = {**usual, "adv": [30.0] * 10, "update_actor": [20.0] * 10, **more}
     whole: list[object] = [sum(float(str(column[at] or 0)) for column in columns.values()) for at in range(10)]
     return write(path, {**columns, "step": whole})
-
-
-def test_time_that_no_stage_has_and_an_exceptional_step_are_said(tmp_path: Path) -> None:
-    plain, _ = read_workload(steps_of(tmp_path / "plain.csv", save_checkpoint=["", "", "", 900.0, *[""] * 6]), NEEDED)
-    assert not plain.caution
-    assert not any("which lacks them" in sentence for sentence in plain.assumptions)
-    odd, _ = read_workload(
-        steps_of(tmp_path / "odd.csv", my_filter=[30.0] * 10, adv=[30.0 + 3600.0 * (at == 6) for at in range(10)]),
-        NEEDED,
-    )
-    assert odd.caution.startswith("step 7 took 3728 s, where half of the steps took 128.5 s or less")
-    assert (
-        "a step of the log takes 30 s more than the stages of this plan, which lacks them (the log also has "
-        "timing_s/my_filter 30 s)."
-    ) in odd.assumptions
-
-
-def test_a_log_whose_steps_take_no_time_is_planned_without_a_replay(tmp_path: Path) -> None:
-    columns: dict[str, list[object]] = {key: [0, 0] for key in ("gen", "adv", "update_actor", "step")}
-    plan = make_plan(write(tmp_path / "a.csv", columns), [*NEEDED, "log.latency=3"])
-    assert plan.replay is None
-    assert "policy" in plan.text()
 
 
 def test_a_loop_stops_for_its_checkpoints_where_it_has_no_validation(tmp_path: Path) -> None:

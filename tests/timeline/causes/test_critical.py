@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-
 from dataflow.timeline.causes.critical import critical_path
 from dataflow.timeline.spans import Trace
-from tests.timeline.causes.test_attribution import step, task, traces
+from tests.timeline.causes.test_attribution import step, task
 
 
 def names(trace: Trace) -> list[str]:
@@ -43,17 +41,3 @@ def test_of_a_streaming_rollout_only_what_was_waited_for() -> None:
     )
     first, last = critical_path(trace)
     assert (first.task, first.begin, first.end, last.task) == ("rollout[1.1]", 0, 4, "actor_update[1.1]")
-
-
-def test_of_no_task() -> None:
-    assert critical_path(Trace()) == []
-
-
-@given(traces())
-def test_it_ends_where_training_ends_and_never_goes_back_in_time(trace: Trace) -> None:
-    path = critical_path(trace)
-    training = [s for s in trace.spans if not s.optional]
-    assert bool(path) == bool(training)
-    if path:
-        assert path[-1].end == max(s.end for s in training)
-        assert len({s.task for s in path}) == len(path)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
-
-from hypothesis import given
-
-from dataflow.timeline.causes.culprits import culprits, linked, worst_waits
-from dataflow.timeline.page.tables import longest_waits
+from dataflow.timeline.causes.culprits import culprits, linked
 from dataflow.timeline.spans import Mark, Span, Trace
-from tests.timeline.causes.test_attribution import task, traces
+from tests.timeline.causes.test_attribution import task
 
 
 def request(step: int, group: int, end: float, **facts: object) -> Mark:
@@ -42,26 +36,6 @@ def test_each_part_has_its_own_slowest_group_and_the_longest_wait_comes_first() 
     ]
 
 
-def test_as_json_it_has_all_that_is_known() -> None:
-    worst, _ = culprits(two_parts())
-    assert json.loads(json.dumps(worst.as_dict())) == {
-        "cause": "rewards",
-        "seconds": 5,
-        "begin_s": 6,
-        "pool": "gpu",
-        "task": "actor_update[1.2]",
-        "waited_for": "reward_collect[1.2]",
-        "step": 1,
-        "group": 5,
-        "sample": 0,
-        "part": 1,
-        "tries": 3,
-        "throttled": 2,
-        "queued_s": 1.25,
-        "held_by": "rate",
-    }
-
-
 def test_where_requests_have_no_part_the_last_of_the_step_is_meant() -> None:
     trace = Trace()
     trace.add(
@@ -90,25 +64,6 @@ def test_other_waits_name_what_was_waited_for() -> None:
         ("controller", "step 2, advantage"),
         ("dispatch", "step 2"),
     ]
-
-
-@given(traces())
-def test_they_are_the_waits_and_sum_to_the_idle_time(trace: Trace) -> None:
-    pools = trace.pools or ["gpu"]
-    idle = math.fsum(trace.wall - trace.busy(pool) for pool in pools)
-    assert math.fsum(c.wait.seconds for c in culprits(trace)) == idle
-
-
-def test_the_longest_waits_are_those_whatever_they_were_for() -> None:
-    trace = Trace()
-    trace.add(
-        task("rollout[1]", "gpu", 0, 1),
-        task("advantage[1]", "controller", 1, 2, "rollout[1]"),
-        task("actor_update[1]", "gpu", 9, 10, "advantage[1]"),
-    )
-    assert [(wait["cause"], wait["seconds"]) for wait in worst_waits(trace)] == [("dispatch", 7), ("controller", 1)]
-    assert "7.00 s" in (shown := longest_waits(trace))
-    assert "dispatch" in shown
 
 
 def test_a_wait_for_an_evaluation_names_its_own_request() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dataflow.errors import DataError
 from dataflow.timeline.causes.culprits import last_requests, linked
 from dataflow.timeline.page.chart import chart, step_ends, versions
 from dataflow.timeline.page.page import page
@@ -76,11 +75,6 @@ def test_slow_groups_link_to_their_text(tmp_path: Path) -> None:
     assert set(found.loads) <= drawn <= places
 
 
-def test_ten_thousand_tasks_stay_under_six_megabytes(tmp_path: Path) -> None:
-    page(made_up(589), tmp_path / "long.html")
-    assert (tmp_path / "long.html").stat().st_size < 6_000_000
-
-
 def test_names_from_a_trace_are_shown_and_never_run(tmp_path: Path) -> None:
     trace = two_parts()
     trace.add(Span(EVIL, 1, 0, 1, EVIL, 0, 3, {EVIL: EVIL, "samples": 8}, EVIL))
@@ -90,17 +84,6 @@ def test_names_from_a_trace_are_shown_and_never_run(tmp_path: Path) -> None:
     assert EVIL in found.words
     assert [run["name"] for run in found.data["runs"]] == [EVIL, "</script>"]
     assert EVIL in found.data["stages"]
-
-
-def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path: Path) -> None:
-    for given, name, said in (
-        (Trace(meta={"policy": "both"}), "run.html", "run 'both' has no task"),
-        ({}, "run.html", "no run to show"),
-        (two_parts(), "run.pdf", r"give a name in \.html"),
-    ):
-        with pytest.raises(DataError, match=said):
-            page(given, tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_runs_are_compared_with_the_first(tmp_path: Path) -> None:
@@ -157,13 +140,6 @@ def test_the_last_request_is_led_to_its_update_even_if_nobody_waited() -> None:
     assert list(last_requests(trace.marks)) == [(1, -1)]
 
 
-def test_tasks_that_overlap_have_lanes_of_their_own() -> None:
-    trace = Trace()
-    trace.add(Span("a", 1, 0, 1, "io", 0, 4), Span("a", 2, 0, 1, "io", 1, 2), Span("b", 2, 0, 1, "gpu", 0, 1))
-    first, second, _ = (bar["y"] for bar in chart({"run": trace}, {})["bars"])
-    assert first[1] <= second[0]
-
-
 def test_facts_of_a_task() -> None:
     bars = chart({"run": made_up(4)}, {})["bars"]
     update = next(bar["tip"] for bar in bars if bar["task"] == "actor_update[3.1]")
@@ -193,17 +169,3 @@ def test_steps_end_with_their_last_update_and_a_step_that_was_cut_off_does_not()
     trace.spans.remove(max(trace.spans, key=lambda s: (s.step, s.stage == "actor_update", s.part)))
     trace.meta["status"] = "interrupted"
     assert list(step_ends(trace)) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "trace",
-    [
-        Trace([Span("rollout", 1, 0, 1, "gpu", 0, 0)]),
-        Trace([Span("rollout", 1, 0, 1, "sandbox", 0, 1)], [Mark("reward", "reward", 0, 1)]),
-        Trace([Span("val_rollout", 0, 0, 1, "gpu", 0, 1, {"optional": True})], meta={"status": "interrupted"}),
-        Trace([Span("rollout", 1, 0, 1, "gpu", 0, 1, {"emitted_s": [0.5]})], [Mark("r", "gpu", 0, 1, {"step": "x"})]),
-    ],
-)
-def test_odd_runs_are_shown_too(tmp_path: Path, trace: Trace) -> None:
-    page(trace, tmp_path / "run.html")
-    assert (tmp_path / "run.html").stat().st_size > 10_000
