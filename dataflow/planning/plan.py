@@ -26,10 +26,6 @@ _DOUBT = (
     "; its rewards took another time or others were in flight (log.latency, log.concurrency), it overlaps more than "
     "the log shows, or it waits for what this plan lacks (compute_group, a user's own stages)."
 )
-_ONE_STEP = (
-    "this source has one step, with the warm-up in it: it shows neither how much steps differ nor how far a prediction "
-    "may be off."
-)
 
 
 @dataclass(frozen=True)
@@ -181,8 +177,6 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     rest = [a for a in arguments if not a.startswith(("policy=", "sweep="))]
     on_work(f"reading {source}")
     workload, config = read_workload(source, rest)
-    if workload.measured_steps == 1:
-        workload = replace(workload, caution=f"{workload.caution} {_ONE_STEP}".lstrip())
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)

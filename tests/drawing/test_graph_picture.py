@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.drawing.graph_picture import Earlier, critical_path, draw_graph, earlier_values, stages
+from dataflow.drawing.graph_picture import critical_path, draw_graph, stages
 from dataflow.errors import ConfigError
 from dataflow.graph import Carried, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
@@ -55,15 +55,6 @@ def test_the_chain_that_takes_longest_and_no_validation() -> None:
     assert len(critical_path(p, stages(p))) == 3
 
 
-def test_over_two_steps_in_parts() -> None:
-    p = pipeline()
-    graph = expand(p, SchedulingPolicy(split=2), 2, 2, groups=4)
-    path = names(critical_path(p, graph.window(), {"rollout": 1.0, "collect": 9.0, "update": 1.0}))
-    assert path[0] == "rollout[1]"
-    assert path[-1].startswith("update[2")
-    assert not any(task.startswith("validate") for task in path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_every_kind_of_picture_marks_it(tmp_path: Path, unrolled: bool) -> None:
@@ -88,10 +79,6 @@ def test_every_kind_of_picture_marks_it(tmp_path: Path, unrolled: bool) -> None:
     assert "critical path (by the times of the run)" in (tmp_path / "timed.svg").read_text()
     assert "#c00000" in svg
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_values_of_earlier_steps_are_shown_before_the_stages_that_read_them() -> None:
-    assert earlier_values(pipeline()) == {Earlier("update", "actor of 1 + max_staleness steps before"): ["rollout"]}
 
 
 def test_another_kind_is_refused_and_nothing_written(tmp_path: Path) -> None:

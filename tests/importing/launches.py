@@ -65,21 +65,6 @@ python3 -m verl.trainer.main_ppo \\
     trainer.experiment_name=qwen2_7b_ppo $@
 """
 
-PUBLISHED = f"""\
-python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\
-    algorithm.adv_estimator=grpo \\
-{COMMON.replace("fsdp_config", "megatron")}    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
-    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
-    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \\
-    actor_rollout_ref.actor.use_kl_loss=True \\
-    actor_rollout_ref.rollout.n=5 \\
-    reward_model.launch_reward_fn_async=True \\
-    custom_reward_function.path=reward_functions.py \\
-    custom_reward_function.name=compute_score \\
-    trainer.experiment_name='qwen2_7b_megatron_baseline' $@
-"""
-"""A published run: Qwen2-7B, Megatron, 1,024 x 5, 4 mini-batches, 15 epochs of 7,473 problems."""
-
 
 def filled(launch: str, train: str, val: str = "val.jsonl") -> str:
     """Returns a launch with the names of its data files."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from dataflow.cli import main
-from dataflow.importing import settings
 from dataflow.importing.command import table
 from tests.importing.launches import GRPO, filled
 
@@ -64,17 +62,12 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "give a launch script of verl, its resolved configuration"),
         (["nothing.sh"], "nothing.sh: there is no such file"),
-        (["."], "it is a directory"),
         (["empty.sh"], "no command that it reaches launches verl.trainer.main_ppo"),
-        (["binary.sh"], "it is not UTF-8 text"),
         (["odd.yaml"], "odd.yaml cannot be read as YAML: "),
-        (["twice.yaml"], "key 'a' is given twice"),
         (["other.yaml"], "it is no configuration of verl"),
-        (["list.yaml"], "it is no configuration of verl"),
         (["resolved.yaml", "a=1"], "is a whole configuration; change it there"),
         (["data.train_batch_size=5"], "is no file and no launch"),
         (["launch.sh", "-o"], "-o needs the name of the script to write"),
-        (["launch.sh", "-o", "."], "-o needs the name of the script to write"),
         (["launch.sh", "trainer.n_gpus_per_node=0", "-o", "kept.sh"], "trainer.n_gpus_per_node=0: give a whole number"),
     ],
 )
@@ -82,11 +75,8 @@ def test_bad_input_is_one_sentence(
     script: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     Path("empty.sh").write_text("")
-    Path("binary.sh").write_bytes(b"a\x80")
     Path("odd.yaml").write_text("a: [")
-    Path("twice.yaml").write_text("a: {b: 1}\na: {c: 1}")
     Path("other.yaml").write_text("model: x")
-    Path("list.yaml").write_text("- 1")
     Path("resolved.yaml").write_text("actor_rollout_ref: {}")
     Path("kept.sh").write_text("before")
     assert main(["import-verl", *words]) == 2
@@ -96,26 +86,3 @@ def test_bad_input_is_one_sentence(
     assert said.startswith("ConfigError: ")
     assert said.count("\n") == 1
     assert Path("kept.sh").read_text() == "before"
-
-
-@pytest.mark.parametrize(
-    ("missing", "launch"),
-    [("hydra", LAUNCH), ("omegaconf", LAUNCH), ("omegaconf", ("resolved.yaml",))],
-    ids=["hydra", "omegaconf", "file"],
-)
-def test_a_package_of_verl_that_is_missing_is_one_sentence(
-    missing: str,
-    launch: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("resolved.yaml").write_text("actor_rollout_ref: {}")
-    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)
-    settings._default_values.cache_clear()
-    settings._read.cache_clear()
-    assert main(["import-verl", *launch]) == 2
-    assert "pip install 'dataflow-rl[" in capsys.readouterr().err

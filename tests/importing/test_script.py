@@ -99,12 +99,6 @@ def test_what_cannot_be_read_is_one_sentence(text: str, message: str, monkeypatc
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_bash_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"^run\.sh: scripts are read by bash, which is not on the PATH; install it"):
-        launched("LAUNCH a=1")
-
-
 def test_nothing_is_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     tool = tmp_path / "tool"

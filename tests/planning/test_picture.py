@@ -74,19 +74,3 @@ def test_a_picture_and_a_page_name_what_they_show_and_the_page_loads_nothing(tmp
         assert [word for word in (*said, *ROWS) if word not in squeezed] == []
         draw_plan(PLAN, SWEEPS, path, TITLE, words)
         assert path.read_text() == text, "the same plan gives the same file"
-
-
-def test_odd_plans_are_drawn_too(tmp_path: Path) -> None:
-    path = tmp_path / "plan.svg"
-    nothing = prediction("both", {}, bound=0, gpu=1e-9)
-    empty = Prediction("off-policy", 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0.0, "critical path", {})
-    own = prediction("split=4 staleness=1+stream", {f"a_resource_{i}": 20.0 * i for i in range(9)})
-    for rows, sweeps in (
-        ([empty], []),
-        ([nothing, empty], [Sweep("reward.rpm", (1.5,), ((empty,),))]),
-        ([own, *PLAN, prediction("$x_1$ & <y>", {})], []),
-        (PLAN, [swept("reward.concurrency", [2**i for i in range(20)]), swept("mini_batches", range(1, 40))]),
-    ):
-        path.unlink(missing_ok=True)
-        draw_plan(rows, sweeps, path)
-        assert path.stat().st_size > 1000

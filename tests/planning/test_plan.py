@@ -41,29 +41,15 @@ def test_the_json_matches_the_documentation(costs: str, capsys: pytest.CaptureFi
     assert len(found["sweeps"][0]["policies"]) == 5
 
 
-@pytest.mark.slow
-def test_the_table_shows_rows_advice_and_sweep(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", costs, "policy=mini-batch+stream", "policy.split=2", "sweep=reward.concurrency:8:32"]) == 0
-    out = capsys.readouterr().out
-    assert "6 steps of 8 x 4 samples, 4 mini-batches" in out
-    assert "\nmini-batch+stream " in out
-    assert "\nsplit=2 staleness=1 " in out
-    assert "seconds a step over reward.concurrency:" in out
-    assert "reward service" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["steps=0"], "steps=0: give a number greater than 0"),
         (["reward.concurrency=0"], "reward.concurrency=0: give a number greater than 0"),
-        (["reward.latency=nan"], "latency 'nan'"),
         (["policy=bothe"], "unknown policy 'bothe'; did you mean 'both'?"),
         (["policy="], "policy=: the name is missing"),
         (["policy.split=3"], "policy.split=3 does not divide mini_batches=4"),
         (["sweep=reward.concurency:1:4"], "did you mean 'reward.concurrency'?"),
         (["-o", "plan.pdf"], "no such kind, '.pdf'; give a name in .png, .svg, .html"),
-        (["latency=3"], "unknown key 'latency'; did you mean one of reward.latency, log.latency?"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(
@@ -81,35 +67,6 @@ def log(tmp_path: Path) -> str:
     timings = "timing_s/gen:20.0 - timing_s/old_log_prob:5.0 - timing_s/adv:30.0 - timing_s/update_actor:6.0"
     path.write_text("".join(f"step:{step} - {timings} - timing_s/step:61.0\n" for step in (1, 2, 3)))
     return str(path)
-
-
-@pytest.mark.slow
-def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4", "log.latency=10"]
-    assert main(["plan", log, *keys]) == 0
-    out = capsys.readouterr().out
-    assert out.index("\nas logged: predicted 6") < out.index("\npolicy ") < out.index("\nas logged  ")
-    assert out.index("\nas logged  ") < out.index("\nbaseline  ")
-    assert "logged 61 s, " in out
-    assert "against log" in out
-    assert main(["plan", log, *keys, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["logged"]["predicted_step_s"] == pytest.approx(61, rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_log_of_one_step_is_said_to_show_no_accuracy(log: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(log)
-    path.write_text(path.read_text().splitlines()[0] + "\n")
-    keys = ["prompts=8", "responses=2", "mini_batches=1", "log.concurrency=4"]
-    assert main(["plan", log, *keys]) == 0
-    out = capsys.readouterr().out
-    assert "no policy is faster than baseline over one step; give steps=100" in out
-    assert out.split("\n\n")[1].startswith(
-        "caution: this source has one step, with the warm-up in it: it shows neither"
-    )
-    assert "1 step of 8 x 2 samples, 1 mini-batch, " in out
-    assert "(baseline, 1 step)" in out
 
 
 @pytest.mark.slow
@@ -148,8 +105,10 @@ def test_the_page_says_what_the_text_says(log: str, tmp_path: Path, capsys: pyte
     assert main(["plan", log, *keys, "sweep=mini_batches:1:2", "-o", str(page)]) == 0
     out = capsys.readouterr().out
     assert f"page: {page}" in out
+    assert out.index("\nas logged: predicted") < out.index("\npolicy ") < out.index("\nas logged  ")
+    assert out.index("\nas logged  ") < out.index("\nbaseline  ")
+    assert "logged 61 s, " in out
     shown = html.unescape(re.sub(r"<[^>]+>", " ", page.read_text()))
-    assert page.stat().st_size < 2_500_000
     for word in ("As logged: predicted", "the log's waits are those of", "seconds a step over mini_batches"):
         assert word in shown
     sentences = [line.removeprefix("- ").rstrip(".") for line in out.splitlines() if line.startswith("- ")]

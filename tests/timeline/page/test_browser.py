@@ -204,12 +204,6 @@ def test_wheel_keys_and_buttons_zoom_and_move_a_long_run(opened: Open) -> None:
     assert tab.evaluate(RANGE)[0] > near
     tab.keyboard.press("a")
     assert tab.evaluate(RANGE)[0] == pytest.approx(near)
-    tab.keyboard.press("?")
-    tab.get_by_text("zoom in and out").wait_for()
-    tab.keyboard.press("w")  # the dialog has the keys
-    tab.keyboard.press("Escape")
-    assert tab.locator("#keys").is_hidden()
-    assert tab.evaluate(RANGE)[0] == pytest.approx(near)
     tab.locator("button.go").first.click()
     until(tab, "timeline.view.to - timeline.view.from < 20")
     box = tab.locator("#overview").bounding_box()
