@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,29 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.duration import figure as digits
 from dataflow.drawing.page import card, shell, table
-from dataflow.drawing.style import HATCHED, INK, WIDTH, cause_colours, columns_that_fit, save
+from dataflow.drawing.style import HATCHED, INK, OTHERS, WIDTH, cause_colours, columns_that_fit, save
 from dataflow.errors import DataError
 from dataflow.files import replaced
-from dataflow.planning.planner import Prediction, Sweep
+from dataflow.planning.planner import AS_LOGGED, Prediction, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dataflow.planning.plan import Plan
+
 KINDS = (".png", ".svg", ".html")
-AS_LOGGED = "as logged"
-"""The row of the source's own run, replayed."""
-# Okabe and Ito's colours, and matplotlib's markers.
+# Okabe and Ito's colours; further policies have those of stages.
 _POLICIES = {
-    "baseline": ("#D55E00", "o"),
-    "mini-batch": ("#E69F00", "s"),
-    "off-policy": ("#56B4E9", "D"),
-    "both": ("#0072B2", "^"),
-    "both+stream": ("#009E73", "P"),
+    "baseline": "#D55E00",
+    "mini-batch": "#E69F00",
+    "off-policy": "#56B4E9",
+    "both": "#0072B2",
+    "both+stream": "#009E73",
 }
-_EXTRA = (("#CC79A7", "v"), ("#8C6D1F", "X"), ("#6A51A3", "p"), ("#B0413E", "<"))
 _GPU = "#5F7A8A"
-_HATCHES = ("////", "\\\\\\\\", "....", "xxxx", "----", "||||")
 _DASHED = (0, (3, 2))
 _SEEN = 0.004
 """Share of the longest bar; less is too small to see."""
@@ -44,60 +41,16 @@ _KNOBS = {
     "reward.rpm": "reward requests a minute at most",
     "mini_batches": "mini-batches (optimizer steps) a step",
 }
-Table = Sequence[Sequence[str]]
-"""Rows of cells, the first of which is the head."""
 
 
-@dataclass(frozen=True)
-class Words:
-    """What a plan says, around the picture of a page.
-
-    Attributes:
-        caution: what to know first; "" for nothing.
-        lines: what is planned, and how far it is off the log.
-        table: of the policies.
-        looks: row -> ``best`` or ``logged``, by its first cell.
-        lists: title -> sentences.
-        sweeps: title -> table.
-    """
-
-    caution: str
-    lines: Sequence[str]
-    table: Table
-    looks: dict[str, str]
-    lists: dict[str, Sequence[str]]
-    sweeps: dict[str, Table]
-
-    def around(self, drawing: str) -> str:
-        """Returns the HTML of the words around that of a drawing."""
-        note = f'<p class="note" role="status">{_sentence(self.caution)}</p>' if self.caution else ""
-        shown = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in self.lines)
-        policies = _table(self.table, self.looks)
-        lists = {title: "".join(f"<li>{_sentence(each)}</li>" for each in said) for title, said in self.lists.items()}
-        cards = [card(title, f"<ul>{items}</ul>") for title, items in lists.items() if items]
-        cards += [card(title, _table(cells, {})) for title, cells in self.sweeps.items()]
-        return (
-            f'{note}<p class="headline">{shown}</p><section class="compared">{policies}</section>{drawing}'
-            f'<section class="panel halves">{"".join(cards)}</section>'
-        )
-
-
-def draw_plan(
-    rows: Sequence[Prediction],
-    sweeps: Sequence[Sweep],
-    path: str | os.PathLike[str],
-    title: str = "",
-    words: Words | None = None,
-) -> None:
+def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None:
     """Draws a plan into a file: a bar for each policy, then a panel for each sweep.
 
     Args:
-        rows: a prediction for each policy.
-        sweeps: predictions over the values of knobs; may be empty.
-        path: file name, ending in ``.png`` (1400 pixels wide), ``.svg`` or ``.html`` (one file that opens offline);
-            an existing file is replaced atomically.
+        plan: to draw.
+        path: file name, ending in ``.png`` (1400 pixels wide), ``.svg`` or ``.html`` (one file that opens offline, with
+            all that the plan's text says); an existing file is replaced atomically.
         title: over the whole drawing; none if empty.
-        words: the text of a page, around the drawing; none by default.
 
     Raises:
         DataError: the file name has another ending.
@@ -106,23 +59,36 @@ def draw_plan(
     kind = target.suffix.lower().lstrip(".")
     if f".{kind}" not in KINDS:
         raise DataError(f"picture {path}: no such kind, '{target.suffix}'; give a name in .png, .svg or .html.")
-    figure = _figure(rows, sweeps, "" if kind == "html" else title)
+    figure = _figure(plan.drawn, plan.sweeps, "" if kind == "html" else title)
     if kind != "html":
         save(figure, target, kind)
         return
     with TemporaryDirectory() as folder:
         save(figure, drawn := Path(folder, "plan.svg"), "svg")
         svg = drawn.read_text(encoding="utf-8")
-    drawing = f'<figure class="drawing">{svg[svg.index("<svg") :]}</figure>'
     heading = f"<h1>{escape(title)}</h1>\n" if title else ""
     with replaced(target) as temporary:
-        body = heading + (drawing if words is None else words.around(drawing))
-        temporary.write_text(shell(title or "plan", body), encoding="utf-8")
+        page = shell(title or "plan", heading + _words_around(svg[svg.index("<svg") :], plan))
+        temporary.write_text(page, encoding="utf-8")
 
 
-def change_of(row: Prediction) -> str:
-    """Returns a policy's change against baseline as text, ``−16.0%``."""
-    return f"{row.change:+.1%}".replace("-0.0%", "+0.0%").replace("-", "−")
+def _words_around(drawing: str, plan: Plan) -> str:
+    """Returns the HTML of all that a plan says, around its drawing."""
+    caution = plan.workload.caution
+    note = f'<p class="note" role="status">{_sentence(caution)}</p>' if caution else ""
+    lines = [plan.size(), *(line for part in plan.trust() for line in part.split("\n"))]
+    shown = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in lines)
+    best = min(plan.rows, key=lambda row: row.step_s).policy
+    policies = _table(plan.cells(), {best: "best", AS_LOGGED: "logged"})
+    cards = []
+    for name, sentences in (("advice", plan.advice), ("assumed", plan.workload.assumptions)):
+        items = "".join(f"<li>{_sentence(each)}</li>" for each in sentences)
+        cards.append(card(name, f"<ul>{items}</ul>" if items else ""))
+    cards += [card(found.title, _table(found.cells())) for found in plan.sweeps]
+    return (
+        f'{note}<p class="headline">{shown}</p><section class="compared">{policies}</section>'
+        f'<figure class="drawing">{drawing}</figure><section class="panel halves">{"".join(cards)}</section>'
+    )
 
 
 def _figure(rows: Sequence[Prediction], sweeps: Sequence[Sweep], title: str) -> Figure:
@@ -138,9 +104,8 @@ def _figure(rows: Sequence[Prediction], sweeps: Sequence[Sweep], title: str) -> 
     _draw_bars(top.subplots(), rows)
     if sweeps:
         axes = below[0].subplots(down, across, squeeze=False).ravel()
-        looks = _looks([row.policy for found in sweeps for row in found.rows[0]])
         for axis, found in zip(axes, sweeps, strict=False):
-            _draw_sweep(axis, found, looks)
+            _draw_sweep(axis, found)
         for axis in axes[len(sweeps) :]:
             axis.set_visible(False)
         handles, labels = axes[0].get_legend_handles_labels()
@@ -149,17 +114,6 @@ def _figure(rows: Sequence[Prediction], sweeps: Sequence[Sweep], title: str) -> 
         look: dict[str, Any] = {"fontsize": 14, "fontweight": "bold", "color": INK, "parse_math": False}
         figure.suptitle(title, x=0.01, ha="left", **look)
     return figure
-
-
-def _looks(policies: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the look of each policy's line; each is thinner than the one below it, so that both show."""
-    names = list(dict.fromkeys(policies))
-    own = [name for name in names if name not in _POLICIES]
-    known = {**_POLICIES, **{name: _EXTRA[at % len(_EXTRA)] for at, name in enumerate(own)}}
-    return {
-        name: {"color": known[name][0], "marker": known[name][1], "linewidth": 3.4 - 1.8 * at / len(names)}
-        for at, name in enumerate(names)
-    }
 
 
 def _plain(axis: Axes, name: str) -> None:
@@ -187,11 +141,10 @@ def _draw_bars(axis: Axes, rows: Sequence[Prediction]) -> None:
         parts["other"] = [a + b for a, b in zip(parts.get("other", [0.0] * len(rows)), rest, strict=True)]
     tints = cause_colours(name for name in parts if name != "GPU work")
     left = [0.0] * len(rows)
-    for at, (name, seconds) in enumerate(parts.items()):
+    for name, seconds in parts.items():
         look: dict[str, Any] = {"facecolor": _GPU, "label": name}
         if name in tints:
-            look = {**HATCHED, "facecolor": tints[name][0], "hatch": _HATCHES[(at - 1) % len(_HATCHES)]}
-            look["label"] = f"exposed wait: {name}"
+            look = {**HATCHED, "facecolor": tints[name][0], "label": f"exposed wait: {name}"}
         axis.barh(range(len(rows)), seconds, left=left, height=0.62, **look)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     ys = [at + side for at in range(len(rows)) for side in (-0.44, 0.44, float("nan"))]
@@ -200,7 +153,7 @@ def _draw_bars(axis: Axes, rows: Sequence[Prediction]) -> None:
     for at, row in enumerate(rows):
         seconds = f"{row.step_s:,.1f} s" if row.step_s >= 10 else f"{digits(row.step_s, 3)} s"
         # Baseline is the reference, so its own change is left out, and so is that of a log, which has none.
-        label = seconds if row.policy in ("baseline", AS_LOGGED) else f"{seconds}  ({change_of(row)})"
+        label = seconds if row.policy in ("baseline", AS_LOGGED) else f"{seconds}  ({row.change:+.1%})"
         axis.annotate(label, (max(row.step_s, bounds[at]), at), (8, 0), textcoords="offset points",
                       va="center_baseline", fontsize=10, color=INK)  # fmt: skip
     axis.set_xlim(0, 1.2 * longest)
@@ -217,14 +170,14 @@ def _draw_bars(axis: Axes, rows: Sequence[Prediction]) -> None:
     )  # fmt: skip
 
 
-def _draw_sweep(axis: Axes, found: Sweep, looks: Mapping[str, Mapping[str, Any]]) -> None:
+def _draw_sweep(axis: Axes, found: Sweep) -> None:
     _plain(axis, found.knob)
     even = found.knob == "mini_batches"
     places = list(range(len(found.values))) if even else list(found.values)
-    for column in zip(*found.rows, strict=True):
-        look = looks[column[0].policy]
-        axis.plot(places, [row.step_s for row in column], label=column[0].policy, markersize=7,
-                  markeredgecolor="white", clip_on=False, **look)  # fmt: skip
+    for at, column in enumerate(zip(*found.rows, strict=True)):
+        name = column[0].policy
+        colour = _POLICIES.get(name, OTHERS[(at + 1) % len(OTHERS)])
+        axis.plot(places, [row.step_s for row in column], label=name, color=colour, marker="o", clip_on=False)
     # Policies share most of their bounds: the lowest is that of all.
     bounds = [min(row.lower_bound_step_s for row in rows) for rows in found.rows]
     axis.plot(places, bounds, color="#808080", linewidth=1.6, linestyle=_DASHED, label="lowest lower bound", zorder=3)
@@ -244,6 +197,6 @@ def _sentence(text: str) -> str:
     return escape(text if text.endswith(".") else f"{text}.")
 
 
-def _table(cells: Table, looks: Mapping[str, str]) -> str:
+def _table(cells: Sequence[Sequence[str]], looks: Mapping[str, str] | None = None) -> str:
     head, *rows = ([escape(cell) for cell in row] for row in cells)
-    return table(head, rows, [looks.get(row[0], "") for row in cells[1:]])
+    return table(head, rows, [(looks or {}).get(row[0], "") for row in cells[1:]])

@@ -12,8 +12,8 @@ from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError, counted
 from dataflow.planning.advice import LEAST, advise
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.picture import AS_LOGGED, Words, draw_plan
-from dataflow.planning.planner import ROWS, Prediction, Sweep, numbers_of, parse_sweep, predict, sweep
+from dataflow.planning.picture import draw_plan
+from dataflow.planning.planner import AS_LOGGED, ROWS, Prediction, Sweep, numbers_of, parse_sweep, predict, sweep
 from dataflow.planning.simulation import Outcomes
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import CHANGED, Workload
@@ -84,7 +84,7 @@ class Plan:
             blocks.append("assumed:\n" + "\n".join(f"- {sentence}" for sentence in load.assumptions))
         if self.advice:
             blocks.append("advice:\n" + "\n".join(f"- {sentence}" for sentence in self.advice))
-        blocks += [f"{sweep_title(s)}:\n{table(sweep_cells(s))}" for s in self.sweeps]
+        blocks += [f"{s.title}:\n{table(s.cells())}" for s in self.sweeps]
         return "\n\n".join(blocks)
 
     def size(self) -> str:
@@ -142,16 +142,7 @@ class Plan:
         Raises:
             DataError: the file name has another ending.
         """
-        best = min(self.rows, key=lambda row: row.step_s).policy
-        words = Words(
-            self.workload.caution,
-            [self.size(), *(line for part in self.trust() for line in part.split("\n"))],
-            self.cells(),
-            {best: "best", AS_LOGGED: "logged"},
-            {"advice": self.advice, "assumed": self.workload.assumptions},
-            {sweep_title(found): sweep_cells(found) for found in self.sweeps},
-        )
-        draw_plan(self.drawn, self.sweeps, path, title, words)
+        draw_plan(self, path, title)
 
     def _repr_html_(self) -> str:
         """Returns the picture of the plan and its text, for notebooks."""
@@ -236,18 +227,3 @@ def _cells(row: Prediction) -> list[str]:
         figure(row.lower_bound_step_s),
         row.bound_by,
     ]
-
-
-def sweep_title(found: Sweep) -> str:
-    """Returns the heading of a sweep's table."""
-    return f"seconds a step over {found.knob}"
-
-
-def sweep_cells(found: Sweep) -> list[tuple[str, ...]]:
-    """Returns the table of a sweep with its head."""
-    data = found.as_dict()
-    lines = [(found.knob, *(p["policy"] for p in data["policies"]), "lower bound")]
-    for at, value in enumerate(data["values"]):
-        times = [figure(p["step_s"][at]) for p in data["policies"]]
-        lines.append((f"{value:g}", *times, figure(min(p["lower_bound_s"][at] for p in data["policies"]))))
-    return lines

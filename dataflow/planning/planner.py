@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted, nearest
 from dataflow.planning.config import MOST_IN_FLIGHT
 from dataflow.planning.simulation import Outcome, Outcomes
@@ -17,6 +18,8 @@ ROWS = (*PRESETS, "both+stream")
 """The default policies of a plan."""
 FEW = 12
 """Steps simulated to estimate a critical path that is far below the other bounds."""
+AS_LOGGED = "as logged"
+"""The row of the source's own run, replayed."""
 BOUNDS = {"gpu": "GPU pool", "reward": "reward service", "path": "critical path"}
 
 
@@ -172,6 +175,19 @@ class Sweep:
             bounds = [row[at].lower_bound_step_s for row in self.rows]
             policies.append({"policy": first.policy, "step_s": times, "lower_bound_s": bounds})
         return {"knob": self.knob, "values": list(self.values), "policies": policies}
+
+    @property
+    def title(self) -> str:
+        """The heading of its table."""
+        return f"seconds a step over {self.knob}"
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Returns its table with the head."""
+        lines = [(self.knob, *(row.policy for row in self.rows[0]), "lower bound")]
+        for value, rows in zip(self.values, self.rows, strict=True):
+            bound = min(row.lower_bound_step_s for row in rows)
+            lines.append((f"{value:g}", *(figure(row.step_s) for row in rows), figure(bound)))
+        return lines
 
 
 def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dataflow.planning.picture import Words, draw_plan
+from dataflow.planning.plan import Plan
 from dataflow.planning.planner import ROWS, Prediction, Sweep
+from tests.rigs.simulated import job
 
 pytestmark = pytest.mark.slow
 
@@ -46,31 +49,20 @@ TITLE = "predicted: $a_run$ <1>"
 
 
 def test_a_picture_and_a_page_name_what_they_show_and_the_page_loads_nothing(tmp_path: Path) -> None:
-    words = Words("<beware>", ["its size"], [("policy", "s/step"), ("both", "330.0")], {"both": "best"},
-                  {"advice": ["do & say"]}, {"over it": [("knob", "both"), ("64", "330.1")]})  # fmt: skip
+    plan = Plan(replace(job(), caution="<beware>"), PLAN, ["do & say"], SWEEPS)
     for kind in ("svg", "html"):
         path = tmp_path / f"plan.{kind}"
-        draw_plan(PLAN, SWEEPS, path, TITLE, words)
+        plan.save(path, TITLE)
         text = path.read_text()
-        said = {
-            "GPU work",
-            "exposed wait: rewards",
-            "exposed wait: start-up",
-            "lower bound",
-            "500.0 s",
-            "420.0 s (−16.0%)",
-        }
-        said |= {
-            "predicted: $a_run$ &lt;1&gt;",
-            "reward.concurrency",
-            "seconds a step",
-            "predicted seconds a step",
-            "512",
-        }
+        said = {"GPU work", "exposed wait: rewards", "exposed wait: start-up", "lower bound", "500.0 s", "512"}
+        said |= {"predicted: $a_run$ &lt;1&gt;", "420.0 s (-16.0%)", "reward.concurrency", "predicted seconds a step"}
         if kind == "html":
-            said |= {"&lt;beware&gt;.", "Its size.", "do &amp; say.", "330.0", "330.1"}
+            said |= {"&lt;beware&gt;.", "8 steps of 8 x 4 samples", "do &amp; say.", "seconds a step over mini_batches"}
             assert not re.search(r'(?:src|href)="(?!data:|#)', text)
         squeezed = re.sub(r"\s+", " ", text)
         assert [word for word in (*said, *ROWS) if word not in squeezed] == []
-        draw_plan(PLAN, SWEEPS, path, TITLE, words)
+        plan.save(path, TITLE)
         assert path.read_text() == text, "the same plan gives the same file"
+    plan.save(tmp_path / "plan.png")
+    width, _height = struct.unpack(">II", (tmp_path / "plan.png").read_bytes()[16:24])
+    assert width == 1400
