@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.duration import figure as digits
-from dataflow.drawing.page import card, shell, table
+from dataflow.drawing.page import shell
 from dataflow.drawing.style import HATCHED, INK, OTHERS, WIDTH, cause_colours, columns_that_fit, save
 from dataflow.errors import DataError
 from dataflow.files import replaced
@@ -20,8 +20,6 @@ from dataflow.planning.planner import AS_LOGGED, Prediction, Sweep
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from dataflow.planning.plan import Plan
 
 KINDS = (".png", ".svg", ".html")
 # Okabe and Ito's colours; further policies have those of stages.
@@ -43,14 +41,22 @@ _KNOBS = {
 }
 
 
-def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None:
+def draw_plan(
+    rows: Sequence[Prediction],
+    sweeps: Sequence[Sweep],
+    path: str | os.PathLike[str],
+    title: str,
+    around: Callable[[str], str],
+) -> None:
     """Draws a plan into a file: a bar for each policy, then a panel for each sweep.
 
     Args:
-        plan: to draw.
-        path: file name, ending in ``.png`` (1400 pixels wide), ``.svg`` or ``.html`` (one file that opens offline, with
-            all that the plan's text says); an existing file is replaced atomically.
+        rows: a prediction for each policy.
+        sweeps: predictions over the values of knobs; may be empty.
+        path: file name, ending in ``.png`` (1400 pixels wide), ``.svg`` or ``.html`` (one file that opens offline);
+            an existing file is replaced atomically.
         title: over the whole drawing; none if empty.
+        around: returns the body of a page, given its drawing as HTML.
 
     Raises:
         DataError: the file name has another ending.
@@ -59,7 +65,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None
     kind = target.suffix.lower().lstrip(".")
     if f".{kind}" not in KINDS:
         raise DataError(f"picture {path}: no such kind, '{target.suffix}'; give a name in .png, .svg or .html.")
-    figure = _figure(plan.drawn, plan.sweeps, "" if kind == "html" else title)
+    figure = _figure(rows, sweeps, "" if kind == "html" else title)
     if kind != "html":
         save(figure, target, kind)
         return
@@ -68,27 +74,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None
         svg = drawn.read_text(encoding="utf-8")
     heading = f"<h1>{escape(title)}</h1>\n" if title else ""
     with replaced(target) as temporary:
-        page = shell(title or "plan", heading + _words_around(svg[svg.index("<svg") :], plan))
-        temporary.write_text(page, encoding="utf-8")
-
-
-def _words_around(drawing: str, plan: Plan) -> str:
-    """Returns the HTML of all that a plan says, around its drawing."""
-    caution = plan.workload.caution
-    note = f'<p class="note" role="status">{_sentence(caution)}</p>' if caution else ""
-    lines = [plan.size(), *(line for part in plan.trust() for line in part.split("\n"))]
-    shown = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in lines)
-    best = min(plan.rows, key=lambda row: row.step_s).policy
-    policies = _table(plan.cells(), {best: "best", AS_LOGGED: "logged"})
-    cards = []
-    for name, sentences in (("advice", plan.advice), ("assumed", plan.workload.assumptions)):
-        items = "".join(f"<li>{_sentence(each)}</li>" for each in sentences)
-        cards.append(card(name, f"<ul>{items}</ul>" if items else ""))
-    cards += [card(found.title, _table(found.cells())) for found in plan.sweeps]
-    return (
-        f'{note}<p class="headline">{shown}</p><section class="compared">{policies}</section>'
-        f'<figure class="drawing">{drawing}</figure><section class="panel halves">{"".join(cards)}</section>'
-    )
+        temporary.write_text(shell(title or "plan", heading + around(svg[svg.index("<svg") :])), encoding="utf-8")
 
 
 def _figure(rows: Sequence[Prediction], sweeps: Sequence[Sweep], title: str) -> Figure:
@@ -191,12 +177,3 @@ def _draw_sweep(axis: Axes, found: Sweep) -> None:
     axis.grid(color="#DDDDDD", linewidth=0.6)
     axis.set_xlabel(_KNOBS.get(found.knob, found.knob), color=INK, fontsize=10)
     axis.set_ylabel("predicted seconds a step", color=INK, fontsize=10)
-
-
-def _sentence(text: str) -> str:
-    return escape(text if text.endswith(".") else f"{text}.")
-
-
-def _table(cells: Sequence[Sequence[str]], looks: Mapping[str, str] | None = None) -> str:
-    head, *rows = ([escape(cell) for cell in row] for row in cells)
-    return table(head, rows, [(looks or {}).get(row[0], "") for row in cells[1:]])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
+from dataflow.drawing import page
 from dataflow.drawing.duration import figure
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError, counted
@@ -142,7 +144,25 @@ class Plan:
         Raises:
             DataError: the file name has another ending.
         """
-        draw_plan(self, path, title)
+        draw_plan(self.drawn, self.sweeps, path, title, self._page)
+
+    def _page(self, drawing: str) -> str:
+        """Returns the HTML of all that a plan says, around its drawing."""
+        caution = self.workload.caution
+        note = f'<p class="note" role="status">{_sentence(caution)}</p>' if caution else ""
+        lines = [self.size(), *(line for part in self.trust() for line in part.split("\n"))]
+        shown = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in lines)
+        best = min(self.rows, key=lambda row: row.step_s).policy
+        policies = _table(self.cells(), {best: "best", AS_LOGGED: "logged"})
+        cards = []
+        for name, sentences in (("advice", self.advice), ("assumed", self.workload.assumptions)):
+            items = "".join(f"<li>{_sentence(each)}</li>" for each in sentences)
+            cards.append(page.card(name, f"<ul>{items}</ul>" if items else ""))
+        cards += [page.card(found.title, _table(found.cells())) for found in self.sweeps]
+        return (
+            f'{note}<p class="headline">{shown}</p><section class="compared">{policies}</section>'
+            f'<figure class="drawing">{drawing}</figure><section class="panel halves">{"".join(cards)}</section>'
+        )
 
     def _repr_html_(self) -> str:
         """Returns the picture of the plan and its text, for notebooks."""
@@ -227,3 +247,12 @@ def _cells(row: Prediction) -> list[str]:
         figure(row.lower_bound_step_s),
         row.bound_by,
     ]
+
+
+def _sentence(text: str) -> str:
+    return escape(text if text.endswith(".") else f"{text}.")
+
+
+def _table(cells: Sequence[Sequence[str]], looks: Mapping[str, str] | None = None) -> str:
+    head, *rows = ([escape(cell) for cell in row] for row in cells)
+    return page.table(head, rows, [(looks or {}).get(row[0], "") for row in cells[1:]])
