@@ -120,7 +120,6 @@ class Runner:
         estimates: seconds per task of a stage, where known.
         on_step: called with a step and its metrics when its training tasks are done, and again with the metrics of
             optional stages (validation) that ended later.
-        on_span: called with each span, for a progress display.
         handles: of input fields, by field and step, from another runner of the same executor.
         restored: what the steps before ``graph.first`` left, if the run resumes from a checkpoint.
     """
@@ -135,7 +134,6 @@ class Runner:
         origin: float | None = None,
         estimates: Mapping[str, float] | None = None,
         on_step: OnStep | None = None,
-        on_span: Callable[[Span], None] | None = None,
         restored: Restored | None = None,
         handles: Mapping[tuple[str, int], Any] | None = None,
     ) -> None:
@@ -144,7 +142,6 @@ class Runner:
         self.scheduler = Scheduler(graph, estimates)
         self.trace = trace
         self._on_step = on_step
-        self._on_span = on_span
         self._parts = Parts(graph)
         self._inputs = _Inputs(inputs, self._parts, executor.put, handles or {})
         self._tasks: dict[TaskId, _Running] = {}
@@ -334,8 +331,6 @@ class Runner:
             begin, end = mark["begin"] - self._origin, mark["end"] - self._origin
             inside.append(Mark(mark["name"], task.stage.on, begin, end, {"step": i.step, **facts}))
         self.trace.add(span, *inside)
-        if self._on_span is not None:
-            self._on_span(span)
 
     # --- instructions out ---------------------------------------------------------------------------------
 

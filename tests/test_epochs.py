@@ -51,7 +51,7 @@ def test_each_mini_batch_is_used_for_all_epochs_before_the_next_whatever_the_pol
     assert found == [groups for groups in quarter for _ in range(2)]
 
 
-@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("split", [1, 4])
 def test_in_order_of_arrival_each_group_is_trained_once_an_epoch(split):
     found = trained(graph_of(split, "arrival", actor={"epochs": 3}), "actor_update", seed=7)
     assert [groups for groups in found[::3] for _ in range(3)] == found
@@ -69,8 +69,7 @@ def test_epochs_over_the_step_pass_over_all_groups_before_the_next_as_in_verl():
     )
 
 
-@pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("own", [2, 8, 16])
+@pytest.mark.parametrize(("split", "own"), [(1, 2), (2, 16)])
 def test_a_critic_takes_its_own_number_of_mini_batches(split, own):
     graph = graph_of(split, critic={"mini_batches": own, "epochs": 2})
     assert graph.parts["critic_update"] == 2 * own
@@ -80,15 +79,9 @@ def test_a_critic_takes_its_own_number_of_mini_batches(split, own):
     assert [len(groups) for groups in trained(graph, "actor_update")] == [4] * 4
 
 
-def test_a_task_knows_its_epoch_and_the_last_one():
-    tasks = [t for t in graph_of(actor={"epochs": 2}).unroll(1) if t.stage.name == "actor_update"]
-    assert [t.epoch for t in tasks] == [0, 1] * 4
-    tasks = [t for t in graph_of(actor={"epochs": 2, "epochs_over": "step"}).unroll(1) if t.stage.role == "trains"]
-    assert [t.epoch for t in tasks if t.stage.name == "actor_update"] == [0] * 4 + [1] * 4
-
-
-def test_the_next_step_continues_from_the_last_epoch():
+def test_a_task_knows_its_epoch_and_the_next_step_continues_from_the_last_one():
     graph = graph_of(4, actor={"epochs": 2})
+    assert [t.epoch for t in graph.unroll(1) if t.stage.name == "actor_update"] == [0, 1] * 4
     _trace, seen = simulate(graph, RandomCosts(0, 16, "index"))
     assert seen[TaskId(2, "old_log_prob")].fields["actor"] == (TaskId(1, "actor_update", 7, 8),)
     assert seen[TaskId(2, "gather_weights")].fields["actor"] == (TaskId(2, "actor_update", 7, 8),)
@@ -107,14 +100,6 @@ def test_a_reader_gets_the_values_of_the_last_epoch_that_cover_its_groups():
     graph = expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(), 1, 4, groups=12)
     sources = [t.inputs[0].sources for t in graph.unroll(1) if t.stage is report]
     assert [[i.part for i in part] for part in sources] == [[1, 3], [3, 5], [7, 9], [9, 11]]
-
-
-@pytest.mark.slow
-def test_the_order_of_updates_is_the_same_under_every_policy_by_index():
-    options = {"actor": {"epochs": 2}, "critic": {"mini_batches": 8, "epochs": 3}}
-    for name in ("actor_update", "critic_update"):
-        orders = {tuple(trained(graph_of(split, **options), name, seed)) for split in (1, 2, 4) for seed in range(3)}
-        assert len(orders) == 1
 
 
 @pytest.mark.parametrize("name", ["baseline", "both"])

@@ -56,7 +56,6 @@ def test_a_provisional_number_gives_way_to_others() -> None:
         ("global_seqlen/minmax_diff", 3.0),
         # A data set, an agent and mini-batches are no extremes.
         ("critic/score/minerva/mean", 2.0),
-        ("reward/admin/mean", 2.0),
         ("max/loss", 2.0),
         ("mini_batches", 2.0),
     ],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dataflow.errors import PipelineError, PolicyError
 from dataflow.graph import Carried, Latest, Pipeline, TaskId, stage
-from dataflow.policy import PRESETS, SchedulingPolicy, check_batch, check_split, divisors, expand, preset
+from dataflow.policy import PRESETS, SchedulingPolicy, check_batch, divisors, expand, preset
 from dataflow.testing import check_trace, grpo_pipeline
 from tests.rigs.costs import SteadyCosts
 from tests.rigs.scheduling import simulate
@@ -41,16 +41,10 @@ def test_presets_are_two_integers():
         ),
         (lambda: SchedulingPolicy(split=0), "split=0; give 1 (wait for all rewards) or more parts."),
         (lambda: SchedulingPolicy(max_staleness=5), "max_staleness=5; give 0 (on-policy) to 4."),
-        (lambda: SchedulingPolicy(max_staleness=-1), "max_staleness=-1; give 0 (on-policy) to 4."),
         (lambda: SchedulingPolicy(order="idx"), "order='idx'; use 'arrival' or 'index'."),
         (
             lambda: check_batch(64, 3),
             "mini_batches=3 does not divide 64 prompt groups; use 1, 2, 4, 8, 16, 32 or 64.",
-        ),
-        (lambda: check_batch(1, 2), "mini_batches=2 does not divide 1 prompt groups; use 1."),
-        (
-            lambda: check_split(SchedulingPolicy(split=3), 4),
-            "policy.split=3 does not divide mini_batches=4; use policy.split=1, 2 or 4.",
         ),
         (
             lambda: graph_of(SchedulingPolicy(split=3)),
@@ -64,10 +58,7 @@ def test_presets_are_two_integers():
             lambda: graph_of(SchedulingPolicy(2), groups=None),
             "split=2 needs the number of prompt groups in a step; give groups=.",
         ),
-        (lambda: graph_of(SchedulingPolicy(), steps=0), "steps=0; give a whole number of 1 or more."),
         (lambda: graph_of(SchedulingPolicy(), steps=2.5), "steps=2.5; give a whole number of 1 or more."),
-        (lambda: graph_of(SchedulingPolicy(), groups=0), "groups=0; give a whole number of 1 or more."),
-        (lambda: preset("both", 0), "mini_batches=0; give a whole number of 1 or more."),
     ],
 )
 def test_what_does_not_fit_is_one_exact_sentence(make, sentence):
@@ -120,6 +111,8 @@ def test_a_split_that_nobody_forms():
 
     with pytest.raises(PipelineError, match="'update' runs once a mini-batch, but no stage forms the parts"):
         expand(Pipeline([update], inputs=["a"]), SchedulingPolicy(2), 2, 2, groups=2)
+    with pytest.raises(PipelineError, match="a pipeline without stages has nothing to run; give it a stage"):
+        expand(Pipeline([]), SchedulingPolicy(), 1)
 
 
 def test_one_state_cannot_be_held_in_two_versions():
@@ -138,7 +131,7 @@ def test_one_state_cannot_be_held_in_two_versions():
         expand(pipeline, SchedulingPolicy(max_staleness=1), 3)
 
 
-@pytest.mark.parametrize("steps", [1, 6, 7])
+@pytest.mark.parametrize("steps", [1, 7])
 def test_a_deadlock_of_optional_stages_fails_in_a_short_run_too(steps):
     # 'late' and 'look' run on steps 6 and 7 both only when 7 is the last step: then they would wait for ever.
     @stage(writes="a", on="gpu")
@@ -274,8 +267,3 @@ def test_chunks_of_a_rollout_fill_the_mini_batches(groups, mini_batches, chunks)
     graph = expand(grpo_pipeline(), preset("both+stream", mini_batches), 2, mini_batches, groups=groups)
     assert graph.unroll(1)[0].emits == chunks
     assert graph.window(1, 1).number_of_nodes() == len(graph.unroll(1))
-
-
-def test_a_preset_that_streams_is_guessed_too():
-    with pytest.raises(PolicyError, match=r"unknown policy 'baseline\+strem'; did you mean 'baseline\+stream'\?"):
-        preset("baseline+strem", 4)

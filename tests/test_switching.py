@@ -76,7 +76,7 @@ def switched(
     moments = sorted(dice.randrange(3 * tasks) for _ in range(dice.randint(min(1, changes), changes)))
     now = itertools.count()
 
-    def change(*_span: object) -> None:
+    def change(*_items: object) -> None:
         runner.scheduler.check()
         at = next(now)
         while moments and moments[0] <= at:
@@ -92,7 +92,8 @@ def switched(
     executor.between = change
     inputs = dict.fromkeys(graph.pipeline.inputs, lambda step: None)
     # A span is recorded in the middle of an event: the runner has taken it, and the scheduler has not.
-    runner = Runner(graph, executor, inputs=inputs, trace=trace, on_span=change, restored=restored)
+    trace.sink = change
+    runner = Runner(graph, executor, inputs=inputs, trace=trace, restored=restored)
     asyncio.run(runner.run())
     return trace, executor.seen, runner.graph, points
 
@@ -137,20 +138,10 @@ def test_any_run_keeps_every_rule_across_changes(dice, seed, grain):
     check_trace(trace, after, busy=False)
 
 
-# Graphs that were found by random search: here RandomCosts once named a group in two parts of a step.
-@pytest.mark.parametrize("number", [17, 226, 402])
-def test_a_part_has_no_group_of_another_one_however_a_step_begins(number):
-    dice = random.Random(number)
-    graph = random_graph(dice)
-    costs = RandomCosts(dice.randint(0, 999), graph.groups, graph.order, dice.choice([0.0, 0.5]))
-    trace, _seen, after, _points = switched(graph, costs, dice)
-    check_trace(trace, after, busy=False)
-
-
 @pytest.mark.slow
 @QUICK
 @given(DICE, st.integers(0, 999), st.sampled_from(["arrival", "index"]), st.integers(1, 3))
-def test_versions_are_those_of_each_steps_policy(dice, seed, order, gpus):
+def test_versions_are_those_of_each_steps_policy_and_each_group_trains_once(dice, seed, order, gpus):
     resources = {"gpu": gpus, "reward": None, "controller": 1, "io": 1}
     saves = dice.random() < 0.5
     graph = grpo(SchedulingPolicy(1, dice.randint(0, 2), order), saves=saves, val_every=3, resources=resources)
@@ -163,17 +154,8 @@ def test_versions_are_those_of_each_steps_policy(dice, seed, order, gpus):
         before = (TaskId(step - 1, "actor_update", 3, 4),) if step > 1 else ()
         assert seen[TaskId(step, "actor_update", 0, 4)].fields["actor"] == before
         versions.append(version(after, step))
-    assert versions == sorted(versions)
-
-
-@pytest.mark.slow
-@QUICK
-@given(DICE, st.integers(0, 999))
-def test_each_group_trains_once_a_step(dice, seed):
-    graph = grpo(BASELINE)
-    _trace, seen, _after, _points = switched(graph, RandomCosts(seed, GROUPS), dice)
-    for step in range(1, STEPS + 1):
         assert sorted(g for _i, groups in trained(seen, [step]) for g in groups) == list(range(GROUPS))
+    assert versions == sorted(versions)
 
 
 # --- rules 1, 2 and 3 ----------------------------------------------------------------------------------------

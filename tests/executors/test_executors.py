@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
-import uuid
 
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.errors import DataflowError, PipelineError, RunError, StageFailed
+from dataflow.errors import RunError, StageFailed
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Restored, Runner
@@ -19,7 +17,7 @@ from dataflow.system import clock
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Trace
 
-pytestmark = pytest.mark.shares_ray
+pytestmark = [pytest.mark.timeout(120), pytest.mark.shares_ray]
 
 GROUPS, N = 8, 2
 
@@ -54,23 +52,16 @@ class Agent:
 
     def __init__(self) -> None:
         self.left: dict[int, list[int]] = {}
-        self.most = self.now = 0
 
     def submit(self, step: int, samples: Batch) -> int:
         self.left[step] = sorted(samples.ids, key=lambda g: (g % 2 == 0, g))
         return step
 
     async def collect(self, step: int, k: int) -> Batch:
-        self.now += 1
-        self.most = max(self.most, self.now)
         await asyncio.sleep(0.01)
-        self.now -= 1
         mine, self.left[step] = self.left[step][:k], self.left[step][k:]
         rows = [g for g in sorted(mine) for _ in range(N)]
         return Batch(rows, {"score": [float(g) for g in rows]})
-
-    async def side_by_side(self) -> int:
-        return self.most
 
 
 @stage(writes="responses", on="gpu")
@@ -175,23 +166,20 @@ def run(executor, graph, asking=(), prompts=lambda step: step, **more):
     return runner, asyncio.run(main())
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "policy",
-    [preset("both", 4), SchedulingPolicy(2, 3)],
-    ids=["both", "2-3"],
+    ("executor", "policy"),
+    [
+        ("inline", preset("both", 4)),
+        ("inline", SchedulingPolicy(2, 3)),
+        pytest.param("ray", preset("both", 4), marks=pytest.mark.heavy),
+    ],
+    indirect=["executor"],
 )
 def test_a_pipeline_runs_to_its_end(executor, policy):
     steps = 5
     graph = expand(pipeline(), policy, steps, 4, groups=GROUPS)
     told: dict[int, dict[str, float]] = {}
-    runner, (trained, most) = run(
-        executor,
-        graph,
-        [("trainer", "digest"), ("agent", "side_by_side")],
-        prompts,
-        on_step=told.__setitem__,
-    )
+    runner, (trained,) = run(executor, graph, [("trainer", "digest")], prompts, on_step=told.__setitem__)
     check_trace(runner.trace, graph, tolerance=0.005, busy=False)
     assert len(trained) == 4 * steps
     for step in range(steps):
@@ -203,13 +191,14 @@ def test_a_pipeline_runs_to_its_end(executor, policy):
     facts = {s.task: s.args for s in runner.trace.spans}
     assert facts["rollout[5]"] == {"samples": GROUPS * N, "weights_version": 4 - policy.max_staleness}
     assert len(runner.trace.marks) == steps * policy.split
-    part = {"part": 0} if policy.split > 1 else {}
-    assert runner.trace.marks[0].args == {"step": 1, **part, "group": 1 if policy.split > 1 else 0}
-    assert most >= 1
+    assert runner.trace.marks[0].args == {"step": 1, "part": 0, "group": 1}
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("executor", "staleness"),
+    [("inline", 0), ("inline", 2), pytest.param("ray", 1, marks=pytest.mark.heavy)],
+    indirect=["executor"],
+)
 def test_a_run_goes_on_from_restored_values(executor, staleness):
     step, steps, policy = 3, 6, SchedulingPolicy(4, staleness)
     late = range(step + 1, step + staleness + 1)
@@ -232,271 +221,193 @@ def test_a_run_goes_on_from_restored_values(executor, staleness):
     assert drawn == list(range(step + staleness + 1, steps + 1)), "what was drawn before is not drawn again"
 
 
+# --- failures ---------------------------------------------------------------------------------------------------
+
+
+class Tool:
+    async def answer(self) -> int:
+        return 3
+
+
+class TwoArguments(Exception):
+    """One that can be pickled and not be read again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Locked(Exception):
+    """One that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+def chained():
+    error = RunError("the call failed")
+    error.__cause__ = TwoArguments(1, 2)
+    return error
+
+
+RAISED = {
+    "ValueError: a bad batch": lambda: ValueError("a bad batch"),
+    "SystemExit: 3": lambda: SystemExit(3),
+    "CancelledError": asyncio.CancelledError,
+    "StopIteration": StopIteration,
+    "TwoArguments: 1 and 2": lambda: TwoArguments(1, 2),
+    "locked": Locked,
+    "the call failed": chained,
+    "ValueError: xxx": lambda: ValueError("x" * 10_000_000),
+}
+
+
 @stage(writes="out", on="gpu")
 def fine(prompts): ...
 
 
-def failing(fn, on="gpu", writes="bad", **bind):
-    return stage(writes=writes, on=on)(fn).bind(**bind)
+@stage(writes="number", on="gpu")
+def now(out, *, what, tool):
+    raise RAISED[what]()
 
 
-def broken(out, *, task):
-    raise ZeroDivisionError(f"step {task.step} broke")
+@stage(writes="number", on="gpu")
+async def later(out, *, what, tool):
+    await asyncio.sleep(0)
+    raise RAISED[what]()
 
 
-async def broken_later(out):
-    await asyncio.sleep(0.01)
-    raise KeyError("gone")
-
-
-def gives_three(out):
-    return 1, 2, 3
-
-
-def gives_one(out):
-    return 7
-
-
-class Odd(Exception):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-        self.lock = threading.Lock()
-
-
-def broken_oddly(out):
-    raise Odd("this", "that")
-
-
-FAILURES = {
-    "raises": (failing(broken), ZeroDivisionError, "ZeroDivisionError: step 1 broke"),
-    "raises while it waits": (failing(broken_later, on="reward"), KeyError, "KeyError: 'gone'"),
-    "raises what cannot travel": (failing(broken_oddly), Exception, "this and that"),
-    "too many values": (
-        failing(gives_three, writes=("a", "b")),
-        DataflowError,
-        "stage 'gives_three' writes a, b but its function returned 3 values; return a tuple.",
-    ),
-    "no tuple": (
-        failing(gives_one, writes=("a", "b")),
-        DataflowError,
-        "stage 'gives_one' writes a, b but its function returned int; return a tuple.",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("executor", "cases"),
-    [
-        *(("inline", [case]) for case in FAILURES),
-        # One service for all; what a function returns is checked in one place for all executors.
-        pytest.param("ray", [case for case in FAILURES if "raises" in case], marks=pytest.mark.heavy),
-    ],
-    indirect=["executor"],
-)
-def test_a_task_that_fails_ends_the_run_with_its_story(executor, cases):
+@pytest.mark.parametrize("stage_", [now, later], ids=["plain", "async"])
+def test_what_a_stage_raises_ends_the_run_with_its_story_and_no_process(executor, stage_):
     async def main():
         try:
-            for case in cases:
-                stage_, _kind, _message = FAILURES[case]
-                graph = expand(Pipeline([fine, stage_], inputs=["prompts"]), SchedulingPolicy(), 1)
+            for what in RAISED:
+                failing = stage_.bind(what=what, tool=Hosted("tool", Tool, concurrent=True))
+                graph = expand(Pipeline([fine, failing], inputs=["prompts"]), SchedulingPolicy(), 1)
                 await executor.open(graph.pipeline)
                 with pytest.raises(StageFailed) as error:
                     await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
-                check_story(error, *FAILURES[case])
+                first, history = str(error.value).splitlines()[0], str(error.value).splitlines()[-1]
+                assert re.match(rf"{stage_.name}\[step 1\] failed on 'gpu' after \d+\.\d s: ", first)
+                assert what in first
+                assert history == "  history: waiting -> ready (fine[1] done) -> running -> failed"
+                assert await executor.ask("tool", "answer") == 3, "the tool's process is gone"
         finally:
             await executor.close()
 
     asyncio.run(main())
 
 
-def check_story(error, stage_, kind, message):
-    first, history = str(error.value).splitlines()[0], str(error.value).splitlines()[-1]
-    assert re.match(rf"{stage_.name}\[step 1\] failed on '{stage_.on}' after \d+\.\d s: ", first)
-    assert message in str(error.value)
-    assert history == "  history: waiting -> ready (fine[1] done) -> running -> failed"
-    assert isinstance(error.value.__cause__, kind)
+def three_values(out):
+    return 1, 2, 3
+
+
+def one_value(out):
+    return 7
+
+
+def divides(out):
+    return 1 / 0
+
+
+@pytest.mark.parametrize("executor", ["inline"], indirect=True)
+@pytest.mark.parametrize(
+    ("function", "writes", "words"),
+    [
+        (three_values, ("a", "b"), "stage 'three_values' writes a, b but its function returned 3 values; return a "),
+        (one_value, ("a", "b"), "stage 'one_value' writes a, b but its function returned int; return a tuple."),
+        (divides, "a", "ZeroDivisionError: division by zero (test_executors.py:"),
+    ],
+)
+def test_a_wrong_result_and_the_line_that_raised_are_said(executor, function, writes, words):
+    graph = expand(
+        Pipeline([fine, stage(writes=writes, on="gpu")(function)], inputs=["prompts"]), SchedulingPolicy(), 1
+    )
+    with pytest.raises(StageFailed) as error:
+        run(executor, graph)
+    assert words in str(error.value)
 
 
 async def waits_for_ever(prompts):
     await asyncio.get_running_loop().create_future()
 
 
-@pytest.mark.timeout(60)
-def test_a_failure_cancels_what_else_runs(executor):
+def test_a_failure_and_an_interrupt_cancel_what_runs(executor):
     waiting = stage(writes="never", on="reward")(waits_for_ever)
-    graph = expand(Pipeline([waiting, fine, failing(broken)], inputs=["prompts"]), SchedulingPolicy(), 2)
+    failing = now.bind(what="ValueError: a bad batch", tool=None)
+
+    def running(*stages):
+        graph = expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(), 2)
+        return Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
 
     async def main():
-        await executor.open(graph.pipeline)
+        await executor.open(Pipeline([waiting, fine, failing], inputs=["prompts"]))
         before = asyncio.all_tasks()
-        with pytest.raises(StageFailed, match=r"broken\[step 1\] failed"):
-            await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
-        await nothing_waits_but(before)
-        await executor.close()
-
-    began = time.monotonic()
-    asyncio.run(main())
-    assert time.monotonic() - began < 30
-
-
-async def nothing_waits_but(before):
-    """Asserts that all tasks of the event loop are over that have begun since."""
-    if left := asyncio.all_tasks() - before:
-        await asyncio.wait(left, timeout=10)
-    assert asyncio.all_tasks() <= before, "something still waits for what was cancelled"
-
-
-@pytest.mark.timeout(60)
-def test_an_interrupt_cancels_what_runs(executor):
-    waiting = stage(writes="never", on="reward")(waits_for_ever)
-    graph = expand(Pipeline([waiting], inputs=["prompts"]), SchedulingPolicy(), 2)
-
-    async def main():
-        await executor.open(graph.pipeline)
-        before = asyncio.all_tasks()
-        runner = Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace())
-        running = asyncio.create_task(runner.run())
+        with pytest.raises(StageFailed, match=r"now\[step 1\] failed"):
+            await running(waiting, fine, failing)
+        interrupted = asyncio.create_task(running(waiting))
         await asyncio.sleep(0.2)
-        running.cancel()
+        interrupted.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await running
-        await nothing_waits_but(before)
+            await interrupted
+        if left := asyncio.all_tasks() - before:
+            await asyncio.wait(left, timeout=10)
+        assert asyncio.all_tasks() <= before, "something still waits for what was cancelled"
         await executor.close()
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
-async def meets(prompts, *, board, me, other):
-    board.here.add(me)
-    while other not in board.here:
-        await asyncio.sleep(0)
-    return me
+# --- services ---------------------------------------------------------------------------------------------------
 
 
 class Board:
-    def __init__(self) -> None:
-        self.here: set[str] = set()
+    """Where stages meet, and which says when it is closed."""
 
-
-@pytest.mark.timeout(60)
-def test_async_tools_run_side_by_side(executor):
-    board = Hosted("board", Board, concurrent=True)
-    a = stage(writes="a", on="reward")(meets).bind(name="a", board=board, me="a", other="b")
-    b = stage(writes="b", on="reward")(meets).bind(name="b", board=board, me="b", other="a")
-    graph = expand(Pipeline([a, b], inputs=["prompts"]), SchedulingPolicy(), 2)
-    runner, _ = run(executor, graph)
-    assert len(runner.trace.spans) == 4
-
-
-ROOMS: dict[str, set[int]] = {}
-
-
-async def gathers(prompts, *, room, me, others):
-    here = ROOMS.setdefault(room, set())
-    here.add(me)
-    while len(here) < others:
-        await asyncio.sleep(0.01)
-    return len(here)
-
-
-@pytest.mark.timeout(60)
-def test_async_stages_without_a_tool_run_side_by_side(executor):
-    room = uuid.uuid4().hex
-    stages = [
-        stage(writes=f"f{i}", on="reward")(gathers).bind(name=f"s{i}", room=room, me=i, others=6) for i in range(6)
-    ]
-    graph = expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(), 1)
-    runner, _ = run(executor, graph)
-    assert len(runner.trace.spans) == 6
-
-
-def too_few(prompts):
-    return Batch([0], {"score": [1.0]})
-
-
-@pytest.mark.timeout(60)
-def test_a_stage_that_forms_parts_delivers_as_many_groups_as_asked(executor):
-    collect = stage(writes="rewards", on="reward", role="collects")(too_few)
-    graph = expand(Pipeline([collect], inputs=["prompts"]), SchedulingPolicy(2), 1, 2, groups=8)
-    with pytest.raises(StageFailed, match=r"stage 'too_few' was to deliver 4 groups \(task.take\), not 1"):
-        run(executor, graph)
-
-
-def no_service():
-    raise ImportError("no such engine")
-
-
-def use(prompts, *, service): ...
-
-
-@pytest.mark.timeout(60)
-def test_a_tool_that_cannot_be_built_is_named(executor):
-    broken_service = stage(writes="x", on="gpu")(use).bind(service=Hosted("shaky", no_service))
-    graph = expand(Pipeline([broken_service], inputs=["prompts"]), SchedulingPolicy(), 1)
-    with pytest.raises(RunError, match="'shaky' could not be built: ImportError: no such engine") as error:
-        run(executor, graph)
-    assert isinstance(error.value.__cause__, ImportError)
-
-
-class Closing:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str = "") -> None:
         self.path = path
+        self.here: set[str] = set()
 
     async def close(self) -> None:
         with open(self.path, "w") as f:
             f.write("closed")
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("concurrent", [True, False])
-def test_tools_are_closed(executor, tmp_path, concurrent):
-    service = Hosted("closing", Closing, {"path": str(tmp_path / "closed")}, concurrent=concurrent)
-    one = stage(writes="x", on="gpu")(use).bind(service=service)
-    graph = expand(Pipeline([one], ["prompts"]), SchedulingPolicy(), 1)
-    run(executor, graph)
-    assert (tmp_path / "closed").read_text() == "closed"
+BOARD = Board()
+"""Of the process of stages without a service."""
 
 
-def test_inline_has_one_process():
-    from dataflow.executors.inline import InlineExecutor
-
-    two = stage(writes="x", on="gpu")(use).bind(service=Hosted("trainer", dict, ranks=2))
-    graph = expand(Pipeline([two], inputs=["prompts"]), SchedulingPolicy(), 1)
-    with pytest.raises(PipelineError, match="'trainer' needs 2 processes, but executor=inline has one"):
-        run(InlineExecutor(), graph)
+async def meets(prompts, *, me, board=BOARD):
+    board.here.add(me)
+    while len(board.here) < 2:
+        await asyncio.sleep(0.01)
 
 
-def test_virtual_refuses_what_it_cannot_do():
-    from dataflow.executors.virtual import Costs, End, VirtualExecutor
-
-    class Back(Costs):
-        def start(self, task, groups, now):
-            return End(now - 1.0)
-
-    graph = expand(Pipeline([fine], inputs=["prompts"]), SchedulingPolicy(), 1)
-    with pytest.raises(DataflowError, match=r"fine\[1\] started at 0.0.* begins at 0.0 and ends at -1.0"):
-        run(VirtualExecutor(Back()), graph)
-    with pytest.raises(DataflowError, match=r"there are no services, so 'trainer.digest' cannot be called"):
-        asyncio.run(VirtualExecutor(Back()).ask("trainer", "digest"))
+def use(prompts, *, service): ...
 
 
-@stage(writes="share", on="controller")
-def divides(prompts):
-    return 1 / (prompts - prompts)
+def test_async_stages_run_side_by_side_with_or_without_a_service_which_is_closed(executor, tmp_path):
+    BOARD.here.clear()
+    meet = stage(writes="met", on="reward")(meets)
+    paths = {"path": str(tmp_path / "board")}, {"path": str(tmp_path / "alone")}
+    board, alone = Hosted("board", Board, paths[0], concurrent=True), Hosted("alone", Board, paths[1])
+    stages = [
+        meet.bind(name=me, me=me, renamed={"met": me}, **({"board": board} if hosted else {}))
+        for me, hosted in (("a", True), ("b", True), ("c", False), ("d", False))
+    ]
+    graph = expand(Pipeline([*stages, stage(on="gpu")(use).bind(service=alone)], ["prompts"]), SchedulingPolicy(), 1)
+    runner, _ = run(executor, graph)
+    assert len(runner.trace.spans) == 5
+    assert [(tmp_path / name).read_text() for name in ("board", "alone")] == ["closed"] * 2
 
 
-@pytest.mark.parametrize("executor", ["inline"], indirect=True)
-def test_a_task_that_fails_names_the_line_of_its_file(executor):
-    graph = expand(Pipeline([divides], inputs=["prompts"]), SchedulingPolicy(), 1)
+def no_service():
+    raise ImportError("no such engine")
 
-    async def main():
-        try:
-            await executor.open(graph.pipeline)
-            with pytest.raises(StageFailed) as error:
-                await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
-            line = divides.fn.__code__.co_firstlineno + 2
-            assert f": ZeroDivisionError: division by zero (test_executors.py:{line})\n" in str(error.value)
-        finally:
-            await executor.close()
 
-    asyncio.run(main())
+def test_a_service_that_cannot_be_built_is_named(executor):
+    broken = stage(writes="x", on="gpu")(use).bind(service=Hosted("shaky", no_service))
+    graph = expand(Pipeline([broken], inputs=["prompts"]), SchedulingPolicy(), 1)
+    with pytest.raises(RunError, match="'shaky' could not be built: ImportError: no such engine") as error:
+        run(executor, graph)
+    assert isinstance(error.value.__cause__, ImportError)

@@ -12,10 +12,9 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.config.placement import placed
 from dataflow.engines.base import Sampling
-from dataflow.errors import DataflowError, StageFailed
 from dataflow.executors.inline import InlineExecutor
 from dataflow.graph import Hosted, Latest, Pipeline, stage
-from dataflow.policy import PRESETS, SchedulingPolicy, expand, preset
+from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.reward_agent import RewardAgent
 from dataflow.runner import Runner
 from dataflow.stages.reward import reward_collect, reward_request
@@ -25,7 +24,7 @@ from dataflow.testing import check_trace
 from dataflow.timeline.spans import Trace
 from tests.rigs.fake_engine import FakeRollout
 
-pytestmark = pytest.mark.shares_ray
+pytestmark = [pytest.mark.timeout(120), pytest.mark.shares_ray]
 
 GROUPS, N, BATCHES = 8, 2, 4
 
@@ -114,15 +113,11 @@ def run(
     return trace, trained, asked
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("executor", "name", "order"),
     [
-        ("inline", "baseline+stream", "arrival"),
         ("inline", "baseline+stream", "index"),
         ("inline", "both+stream", "arrival"),
-        ("inline", "both+stream", "index"),
-        pytest.param("ray", "baseline+stream", "index", marks=pytest.mark.heavy),
         pytest.param("ray", "both+stream", "arrival", marks=pytest.mark.heavy),
     ],
     indirect=["executor"],
@@ -150,8 +145,7 @@ def test_each_group_is_scored_and_used_once(executor: Any, name: str, order: Any
             assert first < spans[f"rollout[{step}]"].end, "rewards start while others are still sampled"
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", [*PRESETS, "both+stream"])
+@pytest.mark.parametrize("name", ["mini-batch", "both+stream"])
 def test_every_policy_runs_with_gpus_of_its_own_for_the_engine(name: str) -> None:
     engine = Hosted("rollout", FakeRollout, concurrent=True)
     trace, trained, _asked = run(InlineExecutor(), preset(name, BATCHES), engine, apart=True)
@@ -160,7 +154,6 @@ def test_every_policy_runs_with_gpus_of_its_own_for_the_engine(name: str) -> Non
         assert sorted(group for ids, _scores in trained[at : at + BATCHES] for group in ids) == list(range(GROUPS))
 
 
-@pytest.mark.timeout(120)
 def test_a_streaming_run_scores_what_a_whole_one_does() -> None:
     engine = Hosted("rollout", FakeRollout, concurrent=True)
     of: dict[bool, Any] = {}
@@ -170,7 +163,6 @@ def test_a_streaming_run_scores_what_a_whole_one_does() -> None:
     assert of[True] == of[False]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("order", ["arrival", "index"])
 def test_spare_groups_stream_too(order: Any) -> None:
     engine = Hosted("rollout", FakeRollout, concurrent=True)
@@ -184,17 +176,13 @@ def test_spare_groups_stream_too(order: Any) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("lost", [False, True], ids=["killed", "by its own word"])
+@pytest.mark.parametrize("executor", ["ray"], indirect=True)
 def test_an_engine_that_dies_in_mid_rollout_is_synced_again_and_samples_only_the_rest(
-    local_ray: None, tmp_path: Path, lost: bool
+    executor: Any, tmp_path: Path
 ) -> None:
-    from dataflow.executors.ray import RayExecutor
-
-    options = {"deaths": str(tmp_path / "died"), "lost": lost}
-    engine = Hosted("rollout", FakeRollout, options, concurrent=True, restarts=1)
+    engine = Hosted("rollout", FakeRollout, {"deaths": str(tmp_path / "died")}, concurrent=True, restarts=1)
     policy = SchedulingPolicy(4, 0, "arrival", stream_rollout=True)
-    trace, trained, asked = run(RayExecutor(num_cpus=2), policy, engine)
+    trace, trained, asked = run(executor, policy, engine)
     assert (tmp_path / "died").exists()
     for at in range(0, len(trained), BATCHES):
         groups = [group for ids, _scores in trained[at : at + BATCHES] for group in ids]
@@ -206,66 +194,6 @@ def test_an_engine_that_dies_in_mid_rollout_is_synced_again_and_samples_only_the
     again = next(span for span in trace.spans if span.task == "rollout[2]")
     assert again.args["restarted"] == 1
     assert len(again.args["emitted_s"]) == GROUPS
-
-
-@stage(writes="responses", on="gpu", streams=True)
-async def wrongly(prompts: Batch, *, how: str, task) -> Batch:
-    if how == "number":
-        task.emit(task.emits, prompts)
-    if how == "kind":
-        task.emit(0, "groups")
-    if how == "few":
-        task.emit(0, prompts.select([0]))
-    if how == "raises":
-        task.emit(0, prompts.select([0]))
-        raise ZeroDivisionError("half way")
-    return prompts
-
-
-@stage(writes="ticket", on="controller", per_chunk=True)
-def follow(responses: Batch) -> tuple[int, ...]:
-    return responses.ids
-
-
-def run_two_groups(executor: Any, graph: Any) -> None:
-    """Runs a graph whose steps have the groups 0 and 1."""
-    prompts = Batch([0, 1], {"text": ["a", "b"]})
-
-    async def body() -> None:
-        try:
-            await executor.open(graph.pipeline)
-            await Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=Trace()).run()
-        finally:
-            await executor.close()
-
-    asyncio.run(asyncio.wait_for(body(), 40))
-
-
-WRONGS = {
-    "number": "emits chunks 0 to 1, not 2",
-    "kind": "task.emit takes the number of the chunk, then a Batch for each of responses",
-    "few": "ended after 1 of 2 chunks; call task.emit for chunk 1 as well",
-    "raises": "ZeroDivisionError: half way",
-}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("executor", "how"),
-    [*(("inline", how) for how in WRONGS), pytest.param("ray", "raises", marks=pytest.mark.heavy)],
-    indirect=["executor"],
-)
-def test_a_stage_that_streams_wrongly_fails_with_the_fix(executor: Any, how: str) -> None:
-    graph = expand(
-        Pipeline([wrongly.bind(how=how), follow], inputs=["prompts"]),
-        SchedulingPolicy(stream_rollout=True),
-        1,
-        2,
-        groups=2,
-    )
-
-    with pytest.raises(StageFailed, match=WRONGS[how]):
-        run_two_groups(executor, graph)
 
 
 @stage(writes="responses", on="gpu", streams=True)
@@ -286,19 +214,17 @@ async def reads_a_chunk(responses: Batch, *, path: Path) -> Batch:
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(60)
-def test_chunks_of_a_plain_function_are_handed_on_while_it_runs(local_ray: None, tmp_path: Path) -> None:
-    from dataflow.executors.ray import RayExecutor
-
+@pytest.mark.parametrize("executor", ["ray"], indirect=True)
+def test_chunks_of_a_plain_function_are_handed_on_while_it_runs(executor: Any, tmp_path: Path) -> None:
     stages = [each.bind(path=tmp_path / "read") for each in (waits_for_a_reader, reads_a_chunk)]
     graph = expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(stream_rollout=True), 1, 2, groups=2)
-    run_two_groups(RayExecutor(num_cpus=2), graph)
+    prompts = Batch([0, 1], {"text": ["a", "b"]})
 
+    async def body() -> None:
+        try:
+            await executor.open(graph.pipeline)
+            await Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=Trace()).run()
+        finally:
+            await executor.close()
 
-@pytest.mark.heavy
-@pytest.mark.timeout(60)
-def test_a_service_that_runs_one_call_at_a_time_cannot_stream(local_ray: None) -> None:
-    from dataflow.executors.ray import RayExecutor
-
-    with pytest.raises(DataflowError, match=r"'rollout' runs one call at a time; give Hosted\(concurrent=True\)"):
-        run(RayExecutor(num_cpus=2), preset("baseline+stream", BATCHES), Hosted("rollout", FakeRollout))
+    asyncio.run(asyncio.wait_for(body(), 60))

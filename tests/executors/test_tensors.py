@@ -37,10 +37,7 @@ def test_a_tensor_arrives_as_it_was(name: str) -> None:
         found.zero_()
 
 
-def test_of_a_slice_its_own_values_travel() -> None:
+def test_of_a_slice_its_own_values_travel_and_a_gradient_stays() -> None:
     data, _dtype, shape = sent(torch.zeros(1000, 1000)[:2])
     assert (data.nbytes, shape) == (8000, (2, 1000))
-
-
-def test_a_tensor_with_a_gradient_keeps_that() -> None:
     assert received(sent(torch.ones(2, requires_grad=True))).requires_grad

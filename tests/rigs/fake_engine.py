@@ -12,7 +12,6 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
-from dataflow.errors import ServiceLost
 
 
 class FakeRollout:
@@ -22,16 +21,14 @@ class FakeRollout:
         seed: of that order.
         version: of the weights it is built with.
         deaths: a file that tells of it; this process is killed in the midst of a rollout, once.
-        lost: the engine says that it is lost, instead.
     """
 
-    def __init__(self, seed: int = 0, version: int = 0, deaths: str | None = None, lost: bool = False) -> None:
+    def __init__(self, seed: int = 0, version: int = 0, deaths: str | None = None) -> None:
         self.version = version
         self.asked: list[tuple[int, tuple[int, ...]]] = []
         self.running = 0
         self.slept: list[str] = []
         self._dice = random.Random(seed)
-        self._lost = lost
         self._deaths = None if deaths is None else Path(deaths)
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
@@ -46,8 +43,6 @@ class FakeRollout:
                 if self._deaths is not None and self.version and len(left) == half and not self._deaths.exists():
                     self._deaths.touch()
                     await asyncio.sleep(0.5)  # chunks emitted before must have left this process
-                    if self._lost:
-                        raise ServiceLost("its replica died")
                     os.kill(os.getpid(), signal.SIGKILL)
                 group, index = left.pop()
                 self.running -= 1

@@ -171,7 +171,8 @@ def simulate(graph: TaskGraph, costs: Costs) -> tuple[Trace, dict[TaskId, Seen]]
     executor = RecordingExecutor(costs)
     trace = Trace(meta={"resources": dict(graph.pipeline.resources), "steps": graph.steps})
     inputs = dict.fromkeys(graph.pipeline.inputs, lambda step: None)
-    runner = Runner(graph, executor, inputs=inputs, trace=trace, on_span=lambda span: runner.scheduler.check())
+    runner = Runner(graph, executor, inputs=inputs, trace=trace)
+    trace.sink = lambda *_items: runner.scheduler.check()
     asyncio.run(runner.run())
     return trace, executor.seen
 

@@ -21,7 +21,7 @@ from dataflow.runner import Runner
 from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.stages.checkpoint import FAILED, Snapshot, checkpoint_stages, write_checkpoint
 from dataflow.testing import check_trace, grpo_pipeline
-from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.spans import Trace
 from tests.rigs.costs import SteadyCosts
 from tests.rigs.critic import hosted, ppo_pipeline
 from tests.rigs.scheduling import simulate
@@ -77,12 +77,13 @@ def test_an_interrupted_run_ends_at_a_consistent_cut(name: str, staleness: int, 
     costs = SteadyCosts(latency, 8, {"stage_checkpoint": 0.1, "keep_samples": 0.1, "write_checkpoint": 5.0})
     trace, cut = Trace(), list[int]()
 
-    def on_span(_span: Span) -> None:
+    def between(*_items: object) -> None:
         if len(trace.spans) == after:
             cut.append(runner.end_early())
             runner.scheduler.check()
 
-    runner = Runner(graph, VirtualExecutor(costs), inputs={"prompts": lambda step: step}, trace=trace, on_span=on_span)
+    runner = Runner(graph, VirtualExecutor(costs), inputs={"prompts": lambda step: step}, trace=trace)
+    trace.sink = between
     asyncio.run(runner.run())
     if not cut:
         return

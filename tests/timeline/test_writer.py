@@ -152,9 +152,13 @@ def actor_update(responses, actor: Latest):
 graph = expand(Pipeline([rollout, actor_update], inputs=["prompts"]), SchedulingPolicy(), 100_000, 1)
 trace = Trace(meta={"status": "running", "policy": "baseline"})
 writer = TraceWriter(sys.argv[1], trace.meta)
-trace.sink = writer.add
-told = lambda span: print(span.task, len(trace.spans), flush=True)
-asyncio.run(Runner(graph, InlineExecutor(), inputs={"prompts": int}, trace=trace, on_span=told).run())
+
+def add(span, *inside):
+    writer.add(span, *inside)
+    print(span.task, len(trace.spans), flush=True)
+
+trace.sink = add
+asyncio.run(Runner(graph, InlineExecutor(), inputs={"prompts": int}, trace=trace).run())
 """
 
 

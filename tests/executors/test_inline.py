@@ -1,4 +1,4 @@
-"""Inline, as on Ray, a task gets copies: a change that a function makes in place is seen by no other task."""
+"""What only the inline executor does: tasks of one process get copies, so that none sees what another changes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
+from dataflow.errors import PipelineError
 from dataflow.executors.inline import InlineExecutor
-from dataflow.graph import Pipeline, stage
+from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import expand, preset
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
@@ -86,22 +87,19 @@ async def told(prompts: int) -> int:
     return prompts + 1
 
 
-@stage(writes="twice", on="controller")
-@decorated
-def twice(told: int, *, seen: list[int]) -> int:
+@stage(on="controller")
+def hear(told: int, *, seen: list[int]) -> None:
     seen.append(told)
-    return 2 * told
 
 
 def test_a_decorated_async_stage_is_awaited() -> None:
     seen: list[int] = []
-    graph = expand(Pipeline([told, twice.bind(seen=seen)], inputs=["prompts"]), preset("baseline", 1), 2)
-
-    async def main() -> None:
-        executor = InlineExecutor()
-        await executor.open(graph.pipeline)
-        await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
-        await executor.close()
-
-    asyncio.run(main())
+    graph = expand(Pipeline([told, hear.bind(seen=seen)], inputs=["prompts"]), preset("baseline", 1), 2)
+    asyncio.run(Runner(graph, InlineExecutor(), inputs={"prompts": lambda step: step}, trace=Trace()).run())
     assert seen == [2, 3]
+
+
+def test_it_has_one_process() -> None:
+    two = hear.bind(renamed={"told": "prompts"}, seen=Hosted("trainer", list, ranks=2))
+    with pytest.raises(PipelineError, match="'trainer' needs 2 processes, but executor=inline has one"):
+        asyncio.run(InlineExecutor().open(Pipeline([two], inputs=["prompts"])))
