@@ -36,8 +36,8 @@ BEFORE: set[Listener] = set()
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The second Ray of this process, started in a directory that is on no path; it leaves no process behind."""
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[psutil.Process]]:
+    """The second Ray of this process, started in a directory that is on no path; yields the processes before it."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
@@ -47,11 +47,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         start_ray(1)
         ray.shutdown()
         start_ray(1)
-        yield
-        assert ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=60) == os.nice(0)
-        started = [process for process in below() if process not in others]
+        yield others
         ray.shutdown()
-        assert not psutil.wait_procs(started, timeout=10)[1]
 
 
 def token_path() -> Path:
@@ -69,13 +66,13 @@ def ask(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(asking, env=given | environment, capture_output=True, text=True, timeout=60)
 
 
-def test_it_listens_on_loopback_alone(own: None) -> None:
+def test_it_listens_on_loopback_alone(own: object) -> None:
     found = [each for each in listeners(psutil.Process()) if each not in BEFORE]
     # This process is pytest: it stands for the command.
     check([each._replace(process="dataflow run") if "pytest" in each.process else each for each in found], 4)
 
 
-def test_it_answers_only_who_has_the_token_which_no_environment_command_or_log_contains(own: None) -> None:
+def test_it_answers_only_who_has_the_token_which_no_environment_command_or_log_contains(own: object) -> None:
     path = token_path()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path)).returncode == 0
@@ -92,7 +89,7 @@ def test_it_answers_only_who_has_the_token_which_no_environment_command_or_log_c
     assert not [file for file in files if token.encode() in file.read_bytes()]
 
 
-def test_workers_and_their_processes_do_not_import_from_the_working_directory(own: None) -> None:
+def test_workers_and_their_processes_do_not_import_from_the_working_directory(own: object) -> None:
     import ray
 
     @ray.remote(num_cpus=0)
@@ -107,6 +104,16 @@ def test_workers_and_their_processes_do_not_import_from_the_working_directory(ow
         return [*sys.path, *child.split("\n")[:-1]]
 
     assert os.getcwd() not in [os.path.realpath(path) for path in ray.get(paths.remote(), timeout=60)]
+
+
+def test_it_leaves_nothing(own: list[psutil.Process]) -> None:
+    """The last of those that use it, which it ends."""
+    import ray
+
+    assert ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=60) == os.nice(0)
+    started = [process for process in below() if process not in own]
+    ray.shutdown()
+    assert not psutil.wait_procs(started, timeout=10)[1]
 
 
 IMPORTED = """

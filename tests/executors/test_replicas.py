@@ -95,20 +95,19 @@ def test_what_travels_and_that_a_dead_one_loses_all(tiny_qwen: Path) -> None:
 
         # An abandoned group is abandoned in its engine, too.
         async with aclosing(several.generate(asking([2]), SAMPLING, 0)) as samples:
-            await anext(samples)
             waiting = asyncio.ensure_future(anext(samples))
-            await asyncio.sleep(0)
+            await asyncio.sleep(1.0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
         while not sum([await engine._call("wake") for engine in several._engines]):  # type: ignore[attr-defined]
             await asyncio.sleep(0.05)
 
-        drawing = several.generate(asking([2] * 6), SAMPLING, 0)
-        await anext(drawing)
+        drawing = asyncio.ensure_future(anext(several.generate(asking([2] * 6), SAMPLING, 0)))
+        await asyncio.sleep(0.5)
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(ServiceLost, match=r"replica [12] of 2: the process that ran it died .*rebuilt"):
-            _ = [sample async for sample in drawing]
+            await drawing
         await several.close()
         await several.close()
         assert not left(pids, timeout=30)
