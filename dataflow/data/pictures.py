@@ -15,7 +15,6 @@ from dataflow.errors import DataError, an
 
 MARK = "<image>"
 """The place of an image in the text of a message."""
-_OTHERS = ("<video>", "<audio>")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +53,6 @@ def images_of(row: Mapping[str, Any], key: str, label: str, home: Path) -> list[
         return []
     found = [_image_of(cell, at, label, home) for at, cell in enumerate(cells)]
     places = sum(message["content"].count(MARK) for message in row["prompt"] if isinstance(message.get("content"), str))
-    if any(other in str(message.get("content")) for message in row["prompt"] for other in _OTHERS):
-        raise DataError(f"{label}: the prompt shows more than images ({' or '.join(_OTHERS)}); leave out the row.")
     if places != len(found):
         raise DataError(
             f"{label}: the prompt has {_number(len(found), 'image')} and {_number(places, 'place')} for them; write "

@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer, DynamicCache
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from dataflow.engines.attention import GROUPED
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.draw import draw, uniforms
 from dataflow.engines.rollout import Request, Rollout
-from dataflow.engines.samples import left_pad, with_shown
-from dataflow.engines.vocabulary import Vocabulary, loading, undrawn
-from dataflow.engines.weights import WeightNames, add_mean, auto_class
+from dataflow.engines.samples import with_shown
+from dataflow.engines.vocabulary import loading, undrawn
+from dataflow.engines.weights import add_mean, auto_class
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,40 +47,27 @@ class HfRollout(Rollout):
     (temperature 0) they are those at temperature 1.
 
     Args:
-        model: directory or hub id of a causal LM with its tokenizer.
-        max_prompt_length: P, tokens that a prompt may have.
+        model, max_prompt_length: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
         threads: CPU threads that this process computes with.
         device: ``cpu``, ``cuda``, ``cuda:1``.
         max_batch: rows that generate at once; more are done in chunks.
-
-    Raises:
-        ModelError: the model or its tokenizer cannot be loaded, or names no end-of-sequence token.
     """
 
     def __init__(
         self, model: str, max_prompt_length: int, threads: int = 1, device: str = "cpu", max_batch: int = 1024
     ) -> None:
+        super().__init__(model, max_prompt_length, "transformers", sleeps=device != "cpu")
         torch.set_num_threads(threads)
         disable_progress_bar()  # its lines would break the run's own progress display
         with loading(model):
-            tokenizer = AutoTokenizer.from_pretrained(model)
-            self.model = auto_class(AutoConfig.from_pretrained(model)).from_pretrained(
+            self.model = auto_class(self._config).from_pretrained(
                 model, dtype=torch.float32, attn_implementation="sdpa"
             )
         self.model.to(device).eval().requires_grad_(False)
-        sees = hasattr(self.model.config, "vision_config")
-        super().__init__(
-            Vocabulary.of(model, tokenizer, self.model.generation_config, self.model.config),
-            WeightNames(self.model),
-            max_prompt_length,
-            "transformers",
-            sees,
-            sleeps=device != "cpu",
-        )
-        config = self.model.config.get_text_config()
-        if sees:
+        heads = self._config.get_text_config()
+        if self._sees:
             add_mean(self.model)
-        if not sees and getattr(config, "num_key_value_heads", None) not in (None, config.num_attention_heads):
+        elif getattr(heads, "num_key_value_heads", None) not in (None, heads.num_attention_heads):
             self.model.set_attn_implementation(GROUPED)
         self._undrawn = undrawn(self.model.config)
         self._max_batch = max_batch
@@ -128,7 +116,9 @@ class HfRollout(Rollout):
             if not first or first[-1].prompt is not row.request.prompt:
                 first.append(row.request)
             owner.append(len(first) - 1)
-        tokens, mask = left_pad([request.prompt for request in first], self.vocabulary.pad)
+        given = [torch.tensor(request.prompt) for request in first]
+        tokens = pad_sequence(given, True, self.vocabulary.pad, padding_side="left")
+        mask = pad_sequence([torch.ones_like(prompt) for prompt in given], True, padding_side="left")
         places, inputs = (mask.cumsum(dim=1) - 1).clamp(min=0), {}
         if self._sees:
             shown = [request.shown for request in first]

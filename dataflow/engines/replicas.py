@@ -1,9 +1,9 @@
 """Several rollout engines as one: each group of prompts goes to the engine with the fewest samples to draw.
 
-Groups go as a whole, since the samples of a group share their prompt in an engine's cache. An engine that has as many
-samples as it decodes at once gets no more; further groups wait here, and each sample that ends may let one go. So
-engines with short responses take over work from those with long ones, and none is idle while a group waits. One gate
-(:mod:`dataflow.engines.gate`) is before all engines, so a sample's version is exact whichever engine draws it.
+An engine that has as many samples as it decodes at once gets no more; further groups wait here, and each sample that
+ends may let one go (:mod:`dataflow.engines.least_load`). So engines with short responses take over work from those with
+long ones. One gate (:mod:`dataflow.engines.gate`) is before all engines, so a sample's version is exact whichever
+engine draws it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.least_load import LeastLoad
 from dataflow.engines.rollout import Request, Rollout
-from dataflow.engines.samples import SHOWN, prompt_ids
-from dataflow.engines.vocabulary import read_vocabulary
-from dataflow.engines.weights import WeightNames
+from dataflow.engines.samples import prompt_ids
 from dataflow.errors import RunError
 
 if TYPE_CHECKING:
@@ -34,15 +33,10 @@ class Replicas(Rollout):
 
     Args:
         engines: each a :class:`~dataflow.engines.base.RolloutEngine`, with the same model and weights.
-        model: its directory or hub id.
-        max_prompt_length: P, tokens that a prompt may have.
+        model, max_prompt_length, in_flight: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
         slots: samples that an engine decodes at once.
-        in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` restarts their groups.
         share: turns weights into what the engines' ``sync`` takes, once for all.
         release: called when all engines are closed.
-
-    Raises:
-        ModelError: the model's tokenizer or configuration cannot be read.
     """
 
     def __init__(
@@ -55,15 +49,9 @@ class Replicas(Rollout):
         share: Callable[[Mapping[str, torch.Tensor]], Any] = dict,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        vocabulary, config = read_vocabulary(model)
-        sees = hasattr(config, "vision_config")
-        super().__init__(
-            vocabulary, WeightNames.of_config(config), max_prompt_length, "a replica", sees, True, in_flight
-        )
+        super().__init__(model, max_prompt_length, "a replica", True, in_flight)
         self._engines = list(engines)
-        self._drawing = [0] * len(engines)
-        self._slots = slots
-        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._choice = LeastLoad(self._engines, slots)
         self._share, self._release = share, release
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncGenerator[Sample, None]:
@@ -73,7 +61,7 @@ class Replicas(Rollout):
         """
         self._check(sampling)
         prompt_ids(prompts, self.max_prompt_length, self.vocabulary.size)  # checks them
-        given = prompts.only(*(name for name in ("prompt_ids", SHOWN) if name in prompts))
+        given = prompts.only("prompt_ids")
         works = [partial(self._group, given.select([group]), sampling, seed) for group in prompts.ids]
         async with aclosing(self._gate.draw_all(works)) as groups:
             async for group in groups:
@@ -82,49 +70,32 @@ class Replicas(Rollout):
 
     async def _group(self, prompts: Batch, sampling: Sampling, seed: int) -> list[Sample]:
         """Returns the samples of one group."""
-        at = await self._choose(sampling.n)
-        left = sampling.n
+        engine = await self._choice.take((seed, prompts.ids[0]), samples=sampling.n)
         found: list[Sample] = []
         try:
-            samples: Any = self._engines[at].generate(prompts, sampling, seed)
-            async with aclosing(samples):
+            async with aclosing(engine.generate(prompts, sampling, seed)) as samples:
                 async for sample in samples:
                     self._check_version(sample)
                     found.append(sample)
-                    left -= 1
-                    self._give_back(at, 1)
+                    self._choice.give_back(engine)
         finally:
-            self._give_back(at, left)
-        if left:
-            raise RunError(f"{left} samples of group {prompts.ids[0]} are missing")
+            self._choice.give_back(engine, sampling.n - len(found))
+        if len(found) < sampling.n:
+            raise RunError(f"{sampling.n - len(found)} samples of group {prompts.ids[0]} are missing")
         return found
 
     async def _draw(self, request: Request) -> Sample:
-        at = await self._choose(1)
+        engine = await self._choice.take(request.seed[:2])
         try:
-            sample: Sample = await self._engines[at].sample(request.prompt, request.sampling, request.seed)
+            sample: Sample = await engine.sample(request.prompt, request.sampling, request.seed)
             self._check_version(sample)
             return sample
         finally:
-            self._give_back(at, 1)
+            self._choice.give_back(engine)
 
     def _check_version(self, sample: Sample) -> None:
         if sample.version != self.version:
             raise RunError(f"a sample was drawn with version {sample.version} of the weights, not {self.version}")
-
-    async def _choose(self, samples: int) -> int:
-        """Waits until an engine has a free slot; returns the one with the fewest samples, the first among equals."""
-        async with self._turn:
-            while min(self._drawing) >= self._slots:
-                self._freed.clear()
-                await self._freed.wait()
-            at = self._drawing.index(min(self._drawing))
-            self._drawing[at] += samples
-            return at
-
-    def _give_back(self, at: int, samples: int) -> None:
-        self._drawing[at] -= samples
-        self._freed.set()
 
     async def _shared(self, weights: Mapping[str, torch.Tensor], version: int) -> Any:
         return await asyncio.to_thread(self._share, weights)

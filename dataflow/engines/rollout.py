@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.gate import Gate
-from dataflow.engines.samples import check_sampling, check_turn, prompt_ids, shown_of, to_batch
-from dataflow.engines.vocabulary import Vocabulary
+from dataflow.engines.samples import SHOWN, check_sampling, prompt_ids, to_batch
+from dataflow.engines.vocabulary import loading, read_vocabulary
 from dataflow.engines.weights import WeightNames
+from dataflow.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -43,34 +44,34 @@ class Rollout:
     """A :class:`~dataflow.engines.base.RolloutEngine`, but for :meth:`_draw`, :meth:`_load` and what frees memory.
 
     Args:
-        vocabulary: of the model.
-        weights: names and shapes of its weights.
+        model: directory or hub id of a causal LM with its tokenizer.
         max_prompt_length: P, tokens that a prompt may have.
         engine: its name, for error messages.
-        sees: whether the model takes images.
         sleeps: whether the engine frees memory while it sleeps; samples requested meanwhile wait until it wakes.
         in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` draws them again.
+
+    Raises:
+        ModelError: the model's tokenizer or configuration cannot be read, or names no token that ends a response.
     """
 
     version: int
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
-        weights: WeightNames,
+        model: str,
         max_prompt_length: int,
         engine: str,
-        sees: bool = False,
         sleeps: bool = False,
         in_flight: Literal["wait", "abort"] = "wait",
     ) -> None:
         self.version = 0
-        self.vocabulary = vocabulary
         self.max_prompt_length = max_prompt_length
         self.in_flight = in_flight
-        self._weights = weights
-        self._engine_name = engine
-        self._sees, self._sleeps = sees, sleeps
+        self.vocabulary, self._config = read_vocabulary(model)
+        with loading(model):
+            self._weights = WeightNames(self._config)
+        self._sees = hasattr(self._config, "vision_config")
+        self._engine_name, self._sleeps = engine, sleeps
         self._gate = Gate(self._lost)
 
     async def _draw(self, request: Request) -> Sample:
@@ -113,7 +114,7 @@ class Rollout:
         """
         self._check(sampling)
         ids = prompt_ids(prompts, self.max_prompt_length, self.vocabulary.size)
-        given = zip(prompts.ids, ids, shown_of(prompts, self._sees), strict=True)
+        given = zip(prompts.ids, ids, prompts[SHOWN] if self._sees else [None] * len(ids), strict=True)
         asked = [(group, prompt, self._shown(prompt, shown, group)) for group, prompt, shown in given]
         requests = [
             Request(prompt, sampling, (seed, group, index), group, index, shown)
@@ -128,7 +129,8 @@ class Rollout:
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`."""
         self._check(sampling)
-        check_turn(self._sees)
+        if self._sees:
+            raise ConfigError("rollout: conversations cannot show images yet; leave out the tools.")
         (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length, self.vocabulary.size)
         await self._ready()
         return await self._gate.draw(partial(self._draw, Request(ids, sampling, tuple(seed))))

@@ -19,12 +19,8 @@ from dataflow.errors import ConfigError, DataError, DataflowError
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     """Checks sampling options that are the same for every engine.
 
-    Args:
-        sampling: how to draw.
-        vocabulary: number of token ids.
-
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or a token is not one of the vocabulary.
     """
     ranges = (
         ("n", sampling.n >= 1, "1 or more"),
@@ -48,20 +44,10 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
 def prompt_ids(prompts: Batch, longest: int, vocabulary: int) -> list[list[int]]:
     """Returns the token ids of each prompt.
 
-    Args:
-        prompts: a row per prompt, with a column ``prompt_ids``.
-        longest: the maximum number of tokens of a prompt.
-        vocabulary: number of the model's token ids; some engines would end at an unknown one.
-
     Raises:
-        DataError: a prompt is empty, too long, or has a token that the model lacks.
-        DataflowError: there is no prompt, or a group has more than one.
+        DataError: a prompt is empty, too long, or has a token that the model lacks, at which some engines would end.
     """
     ids = [[int(token) for token in prompt] for prompt in prompts["prompt_ids"]]
-    if not ids:
-        raise DataflowError("rollout: the batch holds no prompt.")
-    if len(prompts.ids) != len(ids):
-        raise DataflowError(f"rollout: {len(ids)} prompts in {len(prompts.ids)} groups; give one prompt a group.")
     for group, prompt in zip(prompts.ids, ids, strict=True):
         if not prompt:
             raise DataError(f"rollout: the prompt of group {group} is empty.")
@@ -88,49 +74,8 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def left_pad(ids: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids and mask, int64 ``[len(ids), longest]``."""
-    wide = max(map(len, ids))
-    tokens = torch.full((len(ids), wide), pad, dtype=torch.int64)
-    mask = torch.zeros((len(ids), wide), dtype=torch.int64)
-    for row, prompt in enumerate(ids):
-        tokens[row, wide - len(prompt) :] = torch.tensor(prompt)
-        mask[row, wide - len(prompt) :] = 1
-    return tokens, mask
-
-
 SHOWN = "multi_modal_inputs"
 """The column of what prompts show beside their text: objects with ``inputs`` and ``positions``, one for each row."""
-
-
-def shown_of(prompts: Batch, sees: bool) -> list[Any]:
-    """Returns what each prompt shows; None for a model of text.
-
-    Args:
-        prompts: a row per prompt.
-        sees: whether the model takes images.
-
-    Raises:
-        DataError: the model takes images, and the prompts have no positions in them.
-    """
-    if sees and SHOWN not in prompts:
-        raise DataError(
-            f"rollout: the model takes images, but the prompts have no column {SHOWN!r}; make them with "
-            "dataflow.data.prompts."
-        )
-    return list(prompts[SHOWN]) if sees else [None] * len(prompts)
-
-
-def check_turn(sees: bool) -> None:
-    """Checks that an engine can sample a turn of a conversation.
-
-    Raises:
-        ConfigError: its model takes images.
-    """
-    if sees:
-        raise ConfigError(
-            "rollout: conversations cannot show images yet; leave out the tools, or give a model of text."
-        )
 
 
 def with_shown(places: torch.Tensor, shown: Sequence[Any], wide: int) -> torch.Tensor:

@@ -27,29 +27,6 @@ class Vocabulary:
     pad: int
     size: int
 
-    @classmethod
-    def of(cls, model: str, tokenizer: Any, generation: Any, config: Any) -> Vocabulary:
-        """Returns the vocabulary of a loaded model.
-
-        Args:
-            model: name or directory, for the error message.
-            tokenizer: the model's.
-            generation: its generation configuration; None without one.
-            config: its configuration.
-
-        Raises:
-            ModelError: no token ends a response.
-        """
-        ends = [tokenizer.eos_token_id]
-        for source in (generation, config):
-            ids = getattr(source, "eos_token_id", None)
-            ends += ids if isinstance(ids, list) else [ids]
-        known = list(dict.fromkeys(int(end) for end in ends if end is not None))
-        if not known:
-            raise ModelError(f"model '{model}' names no eos_token_id; set it in its generation_config.json.")
-        pad = tokenizer.pad_token_id
-        return cls(tokenizer, known, known[0] if pad is None else pad, int(config.get_text_config().vocab_size))
-
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text of a response, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -93,7 +70,13 @@ def read_vocabulary(model: str) -> tuple[Vocabulary, Any]:
     with loading(model):
         tokenizer = AutoTokenizer.from_pretrained(model)
         config = AutoConfig.from_pretrained(model)
-    generation: Any = None
+    text = config.get_text_config()
+    sources: list[Any] = [tokenizer, text]
     with contextlib.suppress(OSError):  # a model need not have one
-        generation = GenerationConfig.from_pretrained(model)
-    return Vocabulary.of(model, tokenizer, generation, config.get_text_config()), config
+        sources.insert(1, GenerationConfig.from_pretrained(model))
+    ids = [getattr(source, "eos_token_id", None) for source in sources]
+    ends = [end for each in ids for end in (each if isinstance(each, list) else [each]) if end is not None]
+    if not ends:
+        raise ModelError(f"model '{model}' names no eos_token_id; set it in its generation_config.json.")
+    pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return Vocabulary(tokenizer, list(dict.fromkeys(ends)), pad, int(text.vocab_size)), config

@@ -38,21 +38,17 @@ class WeightNames:
     """Names and shapes of a model's weights, and which are tied.
 
     Args:
-        model: a language model of transformers.
+        config: transformers' configuration of the model, which is not allocated.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, config: Any) -> None:
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config)
         # On the meta device tensors have no address, so tied weights are found as identical parameters.
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         self.shapes = {name: tuple(tensors[name].shape) for name in model.state_dict()}
         first: dict[int, str] = {}
         self._own = {name: first.setdefault(id(tensors[name]), name) for name in self.shapes}
-
-    @classmethod
-    def of_config(cls, config: Any) -> WeightNames:
-        """Returns the names for a transformers configuration, without allocating its model."""
-        with torch.device("meta"):
-            return cls(auto_class(config).from_config(config))
 
     def pick(self, weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
         """Returns the weights; tied ones once, under the first of their names (the embedding's).

@@ -131,12 +131,10 @@ def test_a_prompt_and_its_response_fit_into_the_model_and_a_pass_of_the_trainer(
         made.check_fits(Room(None, None), 6, 9)
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no user') }}", "{% if %}", "{{ 1 / 0 }}"])
-def test_a_chat_that_the_template_refuses_is_named(tokenizer, monkeypatch, template):
-    refuses = "{% if 'now' in messages[0].content %}" + template + "{% endif %}x"
-    monkeypatch.setattr(tokenizer, "chat_template", template if "if" in template else refuses)
-    row = 1 if "if" in template else 3
-    with pytest.raises(DataError, match=f"row {row}: the model's chat template cannot write this prompt") as caught:
+def test_a_chat_that_the_template_refuses_is_named(tokenizer, monkeypatch):
+    refuses = "{% if 'now' in messages[0].content %}{{ raise_exception('no user') }}{% endif %}x"
+    monkeypatch.setattr(tokenizer, "chat_template", refuses)
+    with pytest.raises(DataError, match="row 3: the model's chat template cannot write this prompt") as caught:
         source(tokenizer, LONG)
     assert "\n" not in str(caught.value)
 

@@ -59,10 +59,8 @@ def test_gsm8k_is_read_whole():
     {
         "{'question': 1}\n": "this is not JSON",
         "[1, 2]\n": "this is not a JSON object",
-        '{"answer": "#### 1"}\n': "the problem has no 'question'",
         '{"question": "1?", "answer": 1}\n': "the problem has no 'answer'",
         '{"question": "1?", "answer": "it is 1"}\n': "the answer has no number behind a last '####'",
-        '{"question": "1?", "answer": "#### one"}\n': "the answer has no number behind a last '####'",
     }.items(),
 )
 def test_a_bad_line_is_named(line, message, tmp_path):
@@ -118,7 +116,6 @@ def test_a_reference_of_several_answers_is_given_as_in_verl(truths, given, tmp_p
     ("change", "message"),
     [
         ({"prompt": "What is 3 + 4?"}, "'prompt' is not a list of chat messages"),
-        ({"prompt": [{"role": "user", "content": None}]}, "'prompt' is not a list of chat messages"),
         ({"prompt": [{"text": "3?"}]}, "'prompt' is not a list of chat messages"),
         ({"extra_info": [1]}, "'extra_info' is not a mapping"),
         ({"reward_model": {"style": "rule"}}, "'reward_model' has no 'ground_truth'"),

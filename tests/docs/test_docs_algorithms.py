@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dataflow.algorithms.correction import CORRECTIONS
 from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.algorithms.losses import BYPASS, LOSSES
 from dataflow.algorithms.presets import PRESETS
@@ -43,22 +42,18 @@ def table(name: str) -> str:
             keys = ", ".join(f"`{one}`" for one in loss.keys if not one.startswith("clip_ratio_") or one[-1] == "c")
             rows.append([f"`{key}`", loss.source, keys, loss.per_micro_batch or ""])
     else:
-        of = PRESETS if name == "presets" else CORRECTIONS
-        rows = [["name", "sets"], *([f"`{key}`", _keys(sets, of is CORRECTIONS)] for key, sets in of.items())]
+        rows = [["name", "sets"], *([f"`{key}`", _keys(sets)] for key, sets in PRESETS.items())]
     lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:], ""])
 
 
-def _keys(keys: Mapping[str, Any], correction: bool) -> str:
-    off = (None, False) if correction else ()
-    plain = {"rollout_is_threshold": "2.0", "bypass_loss": "ppo_clip"} if correction else {}
-    shown = [(key, value) for key, value in keys.items() if value not in off and plain.get(key) != value]
-    return ", ".join(f"`{key}={str(value).lower()}`" for key, value in shown) or "nothing: metrics alone"
+def _keys(keys: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{key}={str(value).lower()}`" for key, value in keys.items())
 
 
 def test_the_tables_are_those_of_the_code() -> None:
     found = {name: shown for _, name, shown, _ in TABLE.findall(TEXT)}
-    assert found == {name: table(name) for name in ("presets", "estimators", "losses", "corrections")}
+    assert found == {name: table(name) for name in ("presets", "estimators", "losses")}
 
 
 @pytest.mark.heavy

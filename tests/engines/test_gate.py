@@ -153,23 +153,6 @@ def test_the_caller_of_a_sync_may_be_cancelled() -> None:
     run(body())
 
 
-def test_closing_the_samples_of_a_call_cancels_those_that_have_not_ended() -> None:
-    async def body() -> None:
-        desk = Desk()
-        samples = desk.gate.draw_all([desk.work(name) for name in "abc"])
-        first = asyncio.ensure_future(anext(samples))
-        await turn()
-        desk.end()
-        assert await first == ("a", 0)
-        sync = asyncio.ensure_future(desk.sync())
-        await turn()
-        await samples.aclose()
-        assert not desk.drawing
-        await sync
-
-    run(body())
-
-
 def test_an_error_of_the_input_fails_one_sample_and_any_other_loses_the_engine() -> None:
     async def body() -> None:
         desk = Desk()
@@ -193,29 +176,22 @@ def test_an_error_of_the_input_fails_one_sample_and_any_other_loses_the_engine()
     run(body())
 
 
-def test_a_failed_sync_loses_the_engine() -> None:
+def test_a_failed_sync_loses_the_engine_and_closing_ends_all() -> None:
     async def body() -> None:
         desk = Desk()
 
         async def broken() -> None:
             raise ValueError("half of them")
 
-        with pytest.raises(ServiceLost, match="half of them"):
-            await desk.gate.alone(broken)
-        with pytest.raises(ServiceLost, match="half of them"):
-            await desk.sync()
+        for _ in range(2):
+            with pytest.raises(ServiceLost, match="half of them"):
+                await desk.gate.alone(broken)
 
-    run(body())
-
-
-def test_closing_ends_all() -> None:
-    async def body() -> None:
         desk = Desk()
         waiters: list[Any] = [desk.sample("a")]
         await turn()
         waiters += [asyncio.ensure_future(desk.sync()), desk.sample("b")]
         await turn()
-        desk.gate.close()
         desk.gate.close()
         for waiter in waiters:
             with pytest.raises(Aborted, match="was closed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,36 +80,26 @@ def test_greedy_equals_generate(model: str, engine: HfRollout) -> None:
     torch.testing.assert_close(out["rollout_log_probs"], plain_log_probs(model, out, 1.0), atol=1e-4, rtol=0)
 
 
-def test_shapes_padding_and_columns(engine: HfRollout) -> None:
+def test_a_batch_of_it(engine: HfRollout) -> None:
     batch = prompts([3, 12, 7])
     out = generate(engine, batch, Sampling(n=4, temperature=3.0, max_tokens=16), seed=3)
     assert out.groups.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert out["data_source"].tolist() == ["s0"] * 4 + ["s1"] * 4 + ["s2"] * 4
     assert out.meta == {"epoch": 1, "weights_version": 0}
-    assert out["prompts"].shape == (12, WIDE)
-    assert out["responses"].shape == (12, 16)
     for row in range(12):
-        ids = batch["prompt_ids"][row // 4]
+        ids, length = batch["prompt_ids"][row // 4], int(out["response_mask"][row].sum())
         assert out["prompts"][row].tolist() == [PAD] * (WIDE - len(ids)) + ids
-        length = int(out["response_mask"][row].sum())
         response = out["responses"][row].tolist()
         assert response[length:] == [PAD] * (16 - length)
         assert not set(ENDS) & set(response[: length - 1])
         assert length == 16 or response[length - 1] in ENDS
-        assert out["attention_mask"][row].tolist() == [0] * (WIDE - len(ids)) + [1] * (len(ids) + length) + [0] * (
-            16 - length
-        )
-        real = out["attention_mask"][row].bool()
-        assert out["position_ids"][row][real].tolist() == list(range(len(ids) + length))
-        assert not out["rollout_log_probs"][row, length:].any()
         words = "".join(f"w{token}" for token in response[:length] if token not in (PAD, EOS))
         assert out["response_text"][row].replace(" ", "") == words
-    assert torch.equal(out["input_ids"], torch.cat([out["prompts"], out["responses"]], 1))
     assert len(set(out["response_mask"].sum(1).tolist())) > 3, "rows should end at different times"
 
 
-@pytest.mark.parametrize("sampling", [Sampling(n=4, temperature=0.7), Sampling(n=4, top_p=0.8, top_k=20)])
-def test_a_sample_does_not_depend_on_its_company(engine: HfRollout, model: str, sampling: Sampling) -> None:
+def test_a_sample_does_not_depend_on_its_company(engine: HfRollout, model: str) -> None:
+    sampling = Sampling(n=4, temperature=0.7, top_p=0.8, top_k=20)
     together = generate(engine, prompts([3, 12, 7, 5]), sampling, seed=5)
     alone = generate(engine, prompts([3, 12, 7, 5]).select([2]), sampling, seed=5)
     chunked = generate(HfRollout(model, WIDE, max_batch=3), prompts([3, 12, 7, 5]), sampling, seed=5)
@@ -120,8 +111,7 @@ def test_a_sample_does_not_depend_on_its_company(engine: HfRollout, model: str, 
 
 def test_seeds(engine: HfRollout) -> None:
     batch = prompts([4, 4])
-    one, same, other = (generate(engine, batch, Sampling(n=4), seed=s)["responses"] for s in (1, 1, 2))
-    assert torch.equal(one, same)
+    one, other = (generate(engine, batch, Sampling(n=4), seed=s)["responses"] for s in (1, 2))
     assert not torch.equal(one, other)
     assert len({tuple(row) for row in one.tolist()}) >= 6, "samples of a group differ"
     # Each token position has its own number, so a larger limit only adds tokens.
@@ -129,11 +119,10 @@ def test_seeds(engine: HfRollout) -> None:
     assert torch.equal(longer[:, :24], one)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_the_trainers(engine: HfRollout, model: str, temperature: float) -> None:
-    sampling = Sampling(n=3, temperature=temperature, top_p=0.7, top_k=9)
+def test_log_probs_are_the_trainers(engine: HfRollout, model: str) -> None:
+    sampling = Sampling(n=3, temperature=0.6, top_p=0.7, top_k=9)
     out = generate(engine, prompts([2, 8, 12]), sampling, seed=0)
-    torch.testing.assert_close(out["rollout_log_probs"], plain_log_probs(model, out, temperature), atol=1e-4, rtol=0)
+    torch.testing.assert_close(out["rollout_log_probs"], plain_log_probs(model, out, 0.6), atol=1e-4, rtol=0)
 
 
 def first_tokens(engine: HfRollout, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,23 +134,26 @@ def first_tokens(engine: HfRollout, sampling: Sampling) -> tuple[torch.Tensor, t
     return torch.bincount(out["responses"][:, 0], minlength=VOCAB), (logits / 2.0).softmax(-1)
 
 
-def test_top_k_and_top_p_restrict_the_support(engine: HfRollout) -> None:
-    many = {"n": 600, "temperature": 2.0, "max_tokens": 1}
-    counts, p = first_tokens(engine, Sampling(**many, top_k=3))
-    assert set(counts.nonzero().flatten().tolist()) == set(p.topk(3).indices.tolist())
-    counts, p = first_tokens(engine, Sampling(**many, top_p=0.5))
+def test_cuts_restrict_the_support(engine: HfRollout) -> None:
+    def drawn(**cut: Any) -> tuple[set[int], torch.Tensor]:
+        counts, p = first_tokens(engine, Sampling(n=600, temperature=2.0, max_tokens=1, **cut))
+        return set(counts.nonzero().flatten().tolist()), p
+
+    found, p = drawn(top_k=3)
+    assert found == set(p.topk(3).indices.tolist())
+    found, p = drawn(top_p=0.5)
     order = p.argsort(descending=True)
     nucleus = order[: int((p[order].cumsum(0) < 0.5).sum()) + 1]
-    assert set(counts.nonzero().flatten().tolist()) <= set(nucleus.tolist())
+    assert found <= set(nucleus.tolist())
     assert len(nucleus) > 1
-    counts, _ = first_tokens(engine, Sampling(**many, top_k=1))
-    assert int((counts > 0).sum()) == 1
+    found, p = drawn(min_p=0.4)
+    assert found <= set((p >= 0.4 * p.max()).nonzero().flatten().tolist())
 
 
 def test_samples_follow_the_distribution(engine: HfRollout) -> None:
-    counts, p = first_tokens(engine, Sampling(n=4000, temperature=2.0, max_tokens=1))
+    counts, p = first_tokens(engine, Sampling(n=2000, temperature=2.0, max_tokens=1))
     # A chi-square of the tokens expected 5 times or more: mean degrees, deviation sqrt(2 degrees).
-    expected = p * 4000
+    expected = p * 2000
     enough = expected >= 5
     chi = ((counts[enough] - expected[enough]) ** 2 / expected[enough]).sum()
     degrees = int(enough.sum())
@@ -169,9 +161,7 @@ def test_samples_follow_the_distribution(engine: HfRollout) -> None:
     assert chi < degrees + 5 * (2 * degrees) ** 0.5
 
 
-def test_min_p_and_stop_tokens(engine: HfRollout) -> None:
-    counts, p = first_tokens(engine, Sampling(n=600, temperature=2.0, max_tokens=1, min_p=0.4))
-    assert set(counts.nonzero().flatten().tolist()) <= set((p >= 0.4 * p.max()).nonzero().flatten().tolist())
+def test_stop_tokens(engine: HfRollout) -> None:
     free = draw(engine, prompts([5, 6]), Sampling(n=4, temperature=2.0), seed=1)
     stop = next(token for sample in free for token in sample.tokens[:-1])
     cut = draw(engine, prompts([5, 6]), Sampling(n=4, temperature=2.0, stop_token_ids=(stop,)), seed=1)
@@ -284,22 +274,9 @@ def test_a_sync_waits_for_the_samples_in_flight(model: str, tmp_path: Path) -> N
         await syncing
 
     run(body())
+    run(engine.sync(dict(other.model.state_dict()), 2))  # with the tied head as well
     for each in (engine, other):
         each.close()
-
-
-def test_sync_takes_over_a_tied_model(model: str, tmp_path: Path) -> None:
-    other = save_model(tmp_path, seed=9)
-    new, old = HfRollout(other, WIDE), HfRollout(model, WIDE)
-    weights = {name: w.clone() for name, w in new.model.state_dict().items() if name != "lm_head.weight"}
-    batch, greedy = prompts([5, 9, 2, 11]), Sampling(temperature=0.0)
-    before = generate(old, batch, greedy, seed=0)["responses"]
-    run(old.sync(weights, version=4))
-    after = generate(old, batch, greedy, seed=0)
-    assert after.meta["weights_version"] == old.version == 4
-    assert torch.equal(after["responses"], generate(new, batch, greedy, seed=0)["responses"])
-    assert not torch.equal(after["responses"], before)
-    run(old.sync({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, version=5))
 
 
 def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
@@ -325,26 +302,24 @@ def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
         run(untied.sync(own, 1))
 
 
-def test_bad_input(engine: HfRollout, model: str, tmp_path: Path) -> None:
+def test_bad_input(engine: HfRollout, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"group 1 has 13 tokens, more than data\.max_prompt_length=12"):
         generate(engine, prompts([3, 13]), Sampling(), seed=0)
     with pytest.raises(DataError, match="group 0 is empty"):
         generate(engine, prompts([0]), Sampling(), seed=0)
-    with pytest.raises(DataflowError, match="2 prompts in 1 groups"):
-        generate(engine, Batch([0, 0], {"prompt_ids": [[5], [6]]}), Sampling(), seed=0)
+    with pytest.raises(DataError, match=f"group 0 has token {VOCAB}; the model has 0 to {VOCAB - 1}"):
+        run(engine.sample([VOCAB], Sampling(), (0,)))
     for wrong, why in (
         (Sampling(n=0), r"n=0; give 1 or more"),
-        (Sampling(max_tokens=0), "max_tokens=0"),
         (Sampling(temperature=-1), "temperature=-1"),
-        (Sampling(top_p=0), r"top_p=0; give a number above 0, up to 1"),
-        (Sampling(top_k=-2), "top_k=-2"),
-        (Sampling(min_p=2), "min_p=2"),
-        (Sampling(repetition_penalty=0), "repetition_penalty=0"),
         (Sampling(stop_token_ids=(VOCAB,)), f"stop_token_ids has {VOCAB}, which the tokenizer lacks"),
     ):
         with pytest.raises(ConfigError, match=why):
             generate(engine, prompts([3]), wrong, seed=0)
-    with pytest.raises(ModelError, match="does not exist"):
-        HfRollout(str(tmp_path / "nowhere"), WIDE)
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        HfRollout(str(tmp_path), WIDE)
+    for message, model in (
+        ("does not exist", str(tmp_path / "nowhere")),
+        ("cannot be loaded", str(tmp_path)),
+        ("names no eos_token_id", tiny_models.save_model(tmp_path / "endless", 0, ends=())),
+    ):
+        with pytest.raises(ModelError, match=message):
+            HfRollout(model, WIDE)

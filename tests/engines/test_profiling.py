@@ -67,14 +67,11 @@ def test_a_task_of_a_chosen_step_leaves_a_profile_of_all_threads(tmp_path: Path)
     assert {event["tid"] for event in found["traceEvents"] if event.get("name") == "aten::mm"} >= {thread.native_id}
 
 
-def test_each_rank_has_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_full_disk_costs_the_profile_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert name_of(TaskInfo(3, "actor_update")) == "actor_update-3-rank1"
-
-
-@pytest.mark.slow
-def test_a_full_disk_costs_the_profile_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     info = TaskInfo(2, "compute")
     with around(compute.bind(service=hosted(tmp_path / "file")), info):

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from dataflow.errors import DataError
-from dataflow.models.problems import ITEMS, NAMES, STORIES, apply, generate, held_out, solve
+from dataflow.models.problems import STORIES, apply, generate, held_out, solve
 from dataflow.rewards.gsm8k import extract
 
 
@@ -51,20 +51,8 @@ def test_answers_are_right_and_stay_in_range():
         assert all(f" {n}" in problem["question"] for n in problem["operands"])
 
 
-def test_stories_use_every_operand_and_are_told_apart_by_their_words():
-    for story in STORIES:
-        for name in ("name", "item", *"abc"[: 1 + len(story.ops)]):
-            assert f"{{{name}}}" in story.text
-    bare = {re.sub(r"\{\w+\}", "", story.text) for story in STORIES}
-    assert len(bare) == len(STORIES)
-    assert not set(NAMES) & set(ITEMS)
-
-
 def test_operations_that_do_not_go_are_none():
-    assert apply(3, "-", 4) is None
-    assert apply(11, "*", 2) is None
-    assert apply(21, "+", 2) is None
-    assert apply(0, "+", 2) is None
+    assert [apply(3, "-", 4), apply(11, "*", 2), apply(21, "+", 2), apply(0, "+", 2)] == [None] * 4
     assert solve("--", (9, 5, 6)) is None
     assert solve("-", (9, 9)) == "It is 9 - 9 = 0.\n#### 0"
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.errors import ModelError
 from dataflow.models.directory import check_model, check_weights
-from dataflow.models.problems import LARGEST, STORIES, generate, solve
-from dataflow.models.tiny import Recipe, build_tokenizer, habits, tiny_model
+from dataflow.models.problems import LARGEST, generate, solve
+from dataflow.models.tiny import Recipe, build_tokenizer, tiny_model
 from dataflow.models.tokenizer import prompt_ids
 
 ROOT = Path(__file__).parents[2]
@@ -43,14 +42,6 @@ def test_numbers_are_whole_tokens_and_any_text_comes_back(tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_problems_are_short(tokenizer):
-    train, val = generate(500, 500, 0)
-    for problem in train + val:
-        assert len(tokenizer.encode(problem["question"])) <= 26
-        assert len(tokenizer.encode(problem["answer"])) + 1 <= 19
-        assert tokenizer.decode(tokenizer.encode(problem["answer"])) == problem["answer"]
-
-
 def test_the_tokenizer_from_disk_is_the_one_that_was_trained_with(short, tokenizer):
     """AutoTokenizer puts a class of its own in place of the saved one; both must cut text alike."""
     from transformers import AutoTokenizer
@@ -76,16 +67,6 @@ def test_the_directory_is_a_whole_model(short):
     assert GenerationConfig.from_pretrained(short).eos_token_id == model.config.eos_token_id
 
 
-def test_a_second_call_returns_the_same_at_once_and_another_seed_another(tmp_path):
-    calls: list[tuple[int, int]] = []
-    first = tiny_model(cache=tmp_path, recipe=SHORT, progress=lambda *at: calls.append(at))
-    assert calls == [(1, 2), (2, 2)]
-    assert tiny_model(cache=tmp_path, recipe=SHORT, progress=lambda *at: calls.append(at)) == first
-    assert len(calls) == 2
-    assert tiny_model(seed=1, cache=tmp_path, recipe=SHORT) != first
-    assert Recipe().key(0) != SHORT.key(0)
-
-
 def test_the_same_seed_makes_the_same_weights_and_leaves_torch_alone(short, tmp_path):
     import torch
 
@@ -95,12 +76,7 @@ def test_the_same_seed_makes_the_same_weights_and_leaves_torch_alone(short, tmp_
     assert (again / "model.safetensors").read_bytes() == (short / "model.safetensors").read_bytes()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
-
-
-def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="set XDG_CACHE_HOME to a writable directory"):
-        tiny_model(cache=tmp_path / "file", recipe=SHORT)
+    assert len({Recipe().key(0), SHORT.key(0), SHORT.key(1)}) == 3, "another recipe or seed is another model"
 
 
 def start(cache: Path, recipe: Recipe) -> subprocess.Popen[str]:
@@ -146,17 +122,6 @@ def test_two_processes_at_once_make_it_once(tmp_path):
     (path,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert printed == [[str(path)], ["1", "2", str(path)]] or printed == [["1", "2", str(path)], [str(path)]]
     assert check_model(path) == path
-
-
-def test_habits_are_wrong_in_two_stories_of_three_and_sum_to_one():
-    chances = habits(Recipe(), 0)
-    assert len(chances) == len(STORIES)
-    wrong = 0
-    for story, chance in zip(STORIES, chances, strict=True):
-        assert sum(chance.values()) == pytest.approx(1)
-        wrong += max(chance, key=lambda ops: chance[ops]) != story.ops
-        assert chance[story.ops] >= 0.3
-    assert 12 <= wrong <= 14
 
 
 @pytest.mark.timeout(600)

@@ -15,13 +15,6 @@ pytestmark = pytest.mark.heavy
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
-def test_several_chats_have_the_ids_of_each(tiny_qwen: Path) -> None:
-    tokenizer = load_chat_tokenizer(str(tiny_qwen))
-    other = [{"role": "user", "content": "é ✓"}]
-    assert prompt_ids(tokenizer, [CHAT, other]) == [prompt_ids(tokenizer, CHAT), prompt_ids(tokenizer, other)]
-    assert tokenizer.decode(prompt_ids(tokenizer, CHAT)).endswith("<|im_start|>assistant\n")
-
-
 def test_options_of_the_template_are_those_of_all_that_is_rendered(tiny_qwen: Path, tmp_path: Path) -> None:
     model = str(thinking_model(tiny_qwen, tmp_path / "model"))
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,15 +24,12 @@ from loguru import logger
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.choice import refused_temperature
 from dataflow.engines.http.check import clients, connect
-from dataflow.engines.http.least_load import LeastLoad
 from dataflow.engines.http.server import Client, ServerError, Wanted
 from dataflow.engines.http.sglang import SglangServer
 from dataflow.engines.http.vllm import VllmServer
-from dataflow.engines.http.weight_files import remove_weights, write_weights
+from dataflow.engines.least_load import LeastLoad
 from dataflow.engines.rollout import Request, Rollout
-from dataflow.engines.samples import check_turn, seed_of
-from dataflow.engines.vocabulary import loading, read_vocabulary
-from dataflow.engines.weights import WeightNames
+from dataflow.engines.samples import seed_of
 from dataflow.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _INVALID = (400, 413, 422)
 """Statuses of a request that the server cannot read, or whose prompt is too long."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _BACKOFF_S, _LONGEST_S = 0.5, 10.0
 
 
@@ -68,8 +69,7 @@ class HttpRollout(Rollout):
     brings others. They must not be used by another run at the same time. All calls must be made on one event loop.
 
     Args:
-        model: directory of the actor, which the servers were started with.
-        max_prompt_length: P, tokens that a prompt may have.
+        model, max_prompt_length, in_flight: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
         urls: of the servers, maybe with a user name and a password.
         sampling: of training, whose log-probs the servers must report.
         max_model_len: tokens of prompt and response together.
@@ -79,11 +79,9 @@ class HttpRollout(Rollout):
         tries: of a sample, at all servers together; rejections for load are not counted.
         wait: seconds that samples may wait while no server takes them.
         weights_dir: directory that the servers can read, too; None for a temporary one.
-        in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` draws them again.
 
     Raises:
-        ConfigError: an address or the key is invalid, or the model takes images.
-        ModelError: the model's tokenizer or configuration cannot be read.
+        ConfigError: an address or the key is invalid.
     """
 
     def __init__(
@@ -101,18 +99,14 @@ class HttpRollout(Rollout):
         weights_dir: str | None = None,
         in_flight: Literal["wait", "abort"] = "wait",
     ) -> None:
-        vocabulary, config = read_vocabulary(model)
-        check_turn(hasattr(config, "vision_config"))
-        with loading(model):
-            names = WeightNames.of_config(config)
-        super().__init__(vocabulary, names, max_prompt_length, "http", in_flight=in_flight)
+        super().__init__(model, max_prompt_length, "http", in_flight=in_flight)
         self._model, self._tries, self._wait_s = Path(model), tries, wait
-        self._wanted = Wanted(model, vocabulary.tokenizer, max_model_len, sampling)
+        self._wanted = Wanted(model, self.vocabulary.tokenizer, max_model_len, sampling)
         self._servers = [_Server(client) for client in clients(urls, api_key_env, timeout)]
         self._last = self._servers[0]  # that has failed
         self._choice = LeastLoad(self._servers, slots, wait, self._none_left)
         self._place = Path(weights_dir or tempfile.mkdtemp(prefix="dataflow-weights-")).resolve()
-        remove_weights(self._place)  # of an engine before, which was killed
+        _remove_weights(self._place)  # of an engine before, which was killed
         self._current: Path | None = None  # the name of the directory of the weights is their label
         self._writing: asyncio.Future[Path] | None = None  # of the thread
         self._written: asyncio.Future[Path] | None = None  # of the sync that waits for it
@@ -192,7 +186,7 @@ class HttpRollout(Rollout):
     async def _shared(self, weights: Mapping[str, torch.Tensor] | None, version: int) -> Path:
         """Writes weights, those of ``model`` for None, to a directory of their own."""
         # A thread cannot be cancelled: close() waits for it.
-        work = asyncio.to_thread(write_weights, self._place, self._model, weights, version)
+        work = asyncio.to_thread(_write_weights, self._place, self._model, weights, version)
         self._writing = asyncio.ensure_future(work)
         self._written = asyncio.shield(self._writing)
         return await self._written
@@ -223,7 +217,7 @@ class HttpRollout(Rollout):
         except BaseException:
             self._current = before
             raise
-        await asyncio.to_thread(remove_weights, self._place, weights)
+        await asyncio.to_thread(_remove_weights, self._place, weights)
 
     async def _given(self, server: _Server) -> ServerError | ConfigError | None:
         """Makes a server hold the current weights, whatever it is and held before; returns its failure."""
@@ -301,4 +295,40 @@ class HttpRollout(Rollout):
         await asyncio.gather(*restoring, *writing, return_exceptions=True)
         for server in self._servers:
             await server.client.close()
-        await asyncio.to_thread(remove_weights, self._place)
+        await asyncio.to_thread(_remove_weights, self._place)
+
+
+def _write_weights(place: Path, model: Path, weights: Mapping[str, torch.Tensor] | None, version: int) -> Path:
+    """Writes weights, those of ``model`` for None, with its configuration and tokenizer, into a new directory.
+
+    Raises:
+        RunError: they cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    target = place / f"version-{version}-{uuid.uuid4().hex[:12]}"
+    try:
+        target.mkdir(parents=True)
+        for file in model.iterdir():
+            if file.is_file() and (weights is None or not file.name.endswith(_WEIGHTS)):
+                shutil.copyfile(file, target / file.name)
+        if weights is not None:
+            contiguous = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+            save_file(contiguous, target / "model.safetensors", {"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(target, ignore_errors=True)
+        raise RunError(
+            f"weight sync: the weights cannot be written to {target} ({error}); make room, or give engine.weights_dir "
+            "another directory that the servers can read."
+        ) from error
+    return target
+
+
+def _remove_weights(place: Path, but: Path | None = None) -> None:
+    """Removes all weights that engines have written to a place but one directory, and the place if it is empty then."""
+    for each in place.glob("version-*"):
+        if each != but:
+            shutil.rmtree(each, ignore_errors=True)
+    with suppress(OSError):  # it is not empty, or was never made
+        place.rmdir()

@@ -23,8 +23,7 @@ from dataflow.engines.choice import refused_temperature
 from dataflow.engines.rollout import Request, Rollout
 from dataflow.engines.samples import seed_of
 from dataflow.engines.vllm.images import MODEL, image_input, register
-from dataflow.engines.vocabulary import loading, read_vocabulary, undrawn
-from dataflow.engines.weights import WeightNames
+from dataflow.engines.vocabulary import undrawn
 from dataflow.errors import ConfigError, DataError, RunError
 from dataflow.system.children import safe_path
 from dataflow.system.loopback import ADDRESS, stay_on_loopback
@@ -45,8 +44,7 @@ class VllmRollout(Rollout):
     it: :class:`~dataflow.engines.vllm.worker.RolloutWorker`.
 
     Args:
-        model: directory or hub id of a causal LM with its tokenizer.
-        max_prompt_length: P, tokens that a prompt may have.
+        model, max_prompt_length, in_flight: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
         max_tokens: R, tokens that a response may have.
         threads: CPU threads for its computations.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
@@ -55,13 +53,10 @@ class VllmRollout(Rollout):
         kv_cache_bytes: memory for the KV cache; None on a GPU takes what ``gpu_memory`` leaves.
         gpu_memory: the share of the GPU's memory that weights and cache may take.
         max_model_len: tokens of prompt and response together; None for P + R.
-        in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` restarts them with the
-            new weights.
         tensor_parallel: number of GPUs (on a CPU: processes) that the model is split over.
         options: further arguments of vLLM's ``AsyncEngineArgs``.
 
     Raises:
-        ModelError: the model or its tokenizer cannot be loaded, or names no end-of-sequence token.
         RunError: vLLM does not start.
     """
 
@@ -81,16 +76,12 @@ class VllmRollout(Rollout):
         tensor_parallel: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        vocabulary, self._config = read_vocabulary(model)
-        with loading(model):
-            weights = WeightNames.of_config(self._config)
-        cuda, sees = device == "cuda", hasattr(self._config, "vision_config")
-        super().__init__(vocabulary, weights, max_prompt_length, "vLLM", sees, cuda, in_flight)
-        self.max_tokens = max_tokens
+        cuda = device == "cuda"
+        super().__init__(model, max_prompt_length, "vLLM", cuda, in_flight)
         longest = max_model_len or max_prompt_length + max_tokens
         arguments: dict[str, Any] = {
             "model": model,
-            "skip_tokenizer_init": not sees,  # vLLM measures the largest image with the processor
+            "skip_tokenizer_init": not self._sees,  # vLLM measures the largest image with the processor
             "dtype": dtype,
             "max_model_len": longest,
             "max_num_seqs": max_num_seqs,
@@ -117,19 +108,19 @@ class VllmRollout(Rollout):
             # the request's random generator, which fails on a CPU.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(4096, longest)
-        if sees:
+        if self._sees:
             arguments["limit_mm_per_prompt"] = {"video": 0}
             arguments["mm_device_do_normalize"] = False  # the pixels are normalized
             arguments["mm_processor_cache_gb"] = 0  # of what vLLM's own processor makes
         self._asleep = False
-        self._prepared: asyncio.Future[Any] | None = None
+        self._prepared = False
         self._names = itertools.count()
         self._stderr = _stderr_size()
         _set_environment(cuda, threads, tensor_parallel, offline=Path(model).is_dir())
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if sees and importlib.util.find_spec("torchvision") is None:
+        if self._sees and importlib.util.find_spec("torchvision") is None:
             os.environ[MODEL] = model  # for vLLM's processes
             register(self._config)
         try:
@@ -143,13 +134,18 @@ class VllmRollout(Rollout):
 
     def _check(self, sampling: Sampling) -> None:
         super()._check(sampling)
-        if sampling.max_tokens > self.max_tokens:
-            raise ConfigError(
-                f"rollout: max_tokens={sampling.max_tokens} is more than the {self.max_tokens} that the engine "
-                "was built for."
-            )
         if why := refused_temperature(sampling.temperature, "vllm"):
             raise ConfigError(f"rollout: temperature={sampling.temperature}; {why}.")
+
+    async def _ready(self) -> None:
+        """Prepares the sampler before the first sample; the constructor cannot, as it may run without a loop."""
+
+        async def work() -> None:
+            await self._while_alive(self._engine.collective_rpc("prepare_sampler", args=(undrawn(self._config),)))
+            self._prepared = True
+
+        if not self._prepared:
+            await self._gate.alone(work)
 
     def _shown(self, prompt: list[int], shown: Any, group: int) -> Any:
         return None if shown is None else image_input(prompt, shown, self._config, group)
@@ -177,7 +173,6 @@ class VllmRollout(Rollout):
         prompt: Any = {"type": "token", "prompt_token_ids": request.prompt}
         if request.shown:
             prompt |= {"type": "multimodal", **request.shown}
-        await self._prepare()
         try:
             (output,) = [output async for output in self._engine.generate(prompt, params, str(next(self._names)))]
         except VLLMClientError as error:
@@ -188,13 +183,6 @@ class VllmRollout(Rollout):
         log_probs = list(found.logprobs.logprobs)
         tokens = list(found.token_ids)
         return Sample(request.group, request.index, tokens, log_probs, version, found.finish_reason)
-
-    async def _prepare(self) -> None:
-        """Prepares the sampler before the first sample; the constructor cannot, as it may run without a loop."""
-        if self._prepared is None:
-            work = self._engine.collective_rpc("prepare_sampler", args=(undrawn(self._config),))
-            self._prepared = asyncio.ensure_future(self._while_alive(work))
-        await asyncio.shield(self._prepared)
 
     async def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         from dataflow.engines.vllm.transfer import send_weights

