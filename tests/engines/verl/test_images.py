@@ -110,27 +110,32 @@ def test_rollout_and_trainer_agree_with_transformers_and_depend_on_the_image(
     assert torch.allclose(again["rollout_log_probs"], trainer.old_log_probs(again)["old_log_probs"], atol=1e-4)
 
 
-def be_a_rank(out: str, port: str, _job: str, path: str) -> None:
-    """Takes a step on the batch that lies beside the model; saves what it finds."""
-    os.environ["MASTER_PORT"] = port
-    batch = torch.load(Path(path) / "batch.pt", weights_only=False)
-    options = TrainerConfig(micro_batch_size=1, lr=1e-3)
-    trainer = VerlTrainer(str(Path(path) / "model"), options, AlgorithmConfig(), 10, R)
+def stepped(model: Path, batch: Batch) -> dict[str, Any]:
+    """Returns the log-probs before and after a step on a batch, and the digest of the weights."""
+    trainer = VerlTrainer(str(model), TrainerConfig(micro_batch_size=1, lr=1e-3), AlgorithmConfig(), 10, R)
     old = trainer.old_log_probs(batch)
     advantages = torch.linspace(-1, 1, len(batch))[:, None].expand(-1, R)
     trainer.update(batch.merge(old, batch.like(advantages=advantages)), last=True)
     after = trainer.old_log_probs(batch)["old_log_probs"]
-    torch.save([{"before": old["old_log_probs"], "after": after, "digest": trainer.digest()}], out)
+    found = {"before": old["old_log_probs"], "after": after, "digest": trainer.digest()}
     trainer.close()
+    return found
 
 
+def be_a_rank(out: str, port: str, _job: str, path: str) -> None:
+    os.environ["MASTER_PORT"] = port
+    batch = torch.load(Path(path) / "batch.pt", weights_only=False)
+    torch.save([stepped(Path(path) / "model", batch)], out)
+
+
+@pytest.mark.usefixtures("trainer")  # this process is a rank of its own
 def test_each_rank_gets_the_pixels_of_its_rows(ranks: RankHost, model: Path, tmp_path: Path) -> None:
     engine = HfRollout(str(model), 64)
     batch = responses(engine, source(model).all())
     expected = by_transformers(model, batch)
     (tmp_path / "model").symlink_to(model)
     torch.save(batch, tmp_path / "batch.pt")
-    (one,), *two = (found for world in (1, 2) for found in ranks.run(__name__, [("train", tmp_path)], world, tmp_path))
+    one, two = stepped(model, batch), ranks.run(__name__, [("train", tmp_path)], 2, tmp_path)
     assert two[0][0]["digest"] == two[1][0]["digest"] != one["digest"]
     for (rank,) in two:
         assert torch.allclose(rank["before"], expected, atol=1e-4)
