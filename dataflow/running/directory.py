@@ -42,11 +42,7 @@ def check_run(directory: Path) -> None:
     """
     if (directory / CONFIG).is_file():
         return
-    # A configuration alone may be that of a project around the runs.
-    runs = (parent for parent in directory.parents if (parent / CONFIG).is_file())
-    inside = next((parent for parent in runs if (parent / "trace.json").is_file()), None)
-    near = f"; give the run's directory, {inside}." if inside else nearest_run(directory)
-    raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
+    raise ConfigError(f"no run at '{directory}'{nearest_run(directory) or '; give a run directory (runs/NAME).'}")
 
 
 def make_directory(config: BaseConfig, stem: str) -> Path:

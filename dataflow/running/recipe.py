@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config.reward import asked_of, model_of, rule_of, sources_of
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
@@ -17,12 +16,6 @@ from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.log_prob import bypassing
 from dataflow.stages.normalize import with_running
 from dataflow.stages.update import actor_update
-
-_MADE_BY = {
-    "values": ("the values of a critic", "pipelines/ppo_critic.py"),
-    "reward_baselines": ("the scores of greedy responses", "pipelines/gsm8k_grpo.py (greedy_stages)"),
-}
-"""Fields of advantage estimators that not every recipe has: what they are, and where to find the stages."""
 
 
 def actor_stage(config: Any, *, trainer: Hosted, on: str, **options: Any) -> Stage:
@@ -65,10 +58,8 @@ def recipe_pipeline(
         resources: slots of each resource; None for no limit.
 
     Raises:
-        ConfigError: the advantage estimator needs a field that no stage writes.
         PipelineError: the stages form no valid graph, or checkpoints are on and no stage trains a hosted service.
     """
-    _check_fields(config.algorithm.adv_estimator, stages)
     whole, inputs = list(stages), ["prompts"]
     if config.val.every and validation:
         whole += [each.bind(every=config.val.every) for each in validation]
@@ -115,19 +106,3 @@ def colocated(config: Any, stages: Sequence[Stage]) -> list[Stage]:
         sleeper = Sleeper(f"reward model '{name}'", model.each_server, model.start_timeout)
         found[at] = replace(s.bind(on=pool, sleeper=sleeper), per="step")
     return found
-
-
-def _check_fields(estimator: str, stages: Sequence[Stage]) -> None:
-    """Checks that a stage writes what the advantage estimator needs, if one reads it.
-
-    Raises:
-        ConfigError: none does; with a recipe whose stages do.
-    """
-    written = {field for stage in stages for field in stage.writes}
-    read = {each.field for stage in stages for each in stage.reads}
-    for field, (what, recipe) in _MADE_BY.items():
-        if field in ESTIMATORS[estimator].needs and field in read - written:
-            raise ConfigError(
-                f"algorithm.adv_estimator={estimator} needs {what}, which no stage of this pipeline makes; take "
-                f"another estimator, or the stages of {recipe}."
-            )

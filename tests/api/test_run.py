@@ -171,7 +171,6 @@ def test_a_run_is_resumed_by_its_own_pipeline_alone(toy: Path, tmp_path: Path) -
     ("directory", "keys", "words"),
     [
         ("runs/a", {"name": "b"}, "name= and runs= cannot move run 'runs/a'"),
-        ("runs/a/config.yaml", {}, "no run at 'runs/a/config.yaml'; give the run's directory, runs/a."),
         ("runs/aa", {}, "no run at 'runs/aa'; did you mean 'runs/a'?"),
         ("runs", {}, "no run at 'runs'; give a run directory (runs/NAME)."),
     ],

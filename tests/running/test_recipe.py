@@ -8,7 +8,7 @@ import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError, PipelineError
+from dataflow.errors import PipelineError
 from dataflow.graph import Pipeline, stage
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.stage import Hosted
@@ -76,20 +76,3 @@ def test_with_bypass_mode_the_update_takes_the_log_probs_of_the_rollout() -> Non
     bypassed = actor_stage(config_of("algorithm.bypass_mode=true"), trainer=TRAINER, on="gpu")
     assert "old_log_probs" in reads
     assert "old_log_probs" not in [read.field for read in bypassed.reads]
-
-
-@stage(writes="advantages", on="gpu")
-def compare(responses, values, reward_baselines): ...
-
-
-@pytest.mark.parametrize(
-    ("estimator", "words"),
-    [
-        ("gae", "=gae needs the values of a critic, which no stage of this pipeline makes; .* pipelines/ppo_critic.py"),
-        ("remax", "=remax needs the scores of greedy responses, .* pipelines/gsm8k_grpo.py"),
-    ],
-)
-def test_an_estimator_without_its_stages_is_named_with_a_recipe_that_has_them(estimator: str, words: str) -> None:
-    config = config_of(f"algorithm.adv_estimator={estimator}", "algorithm.whiten=mini-batch")
-    with pytest.raises(ConfigError, match=f"algorithm.adv_estimator{words}"):
-        recipe_pipeline(config, [respond, compare, train.bind(trainer=TRAINER)], resources=SLOTS)

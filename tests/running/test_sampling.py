@@ -9,7 +9,7 @@ import pytest
 from dataflow.config.run import RunConfig
 from dataflow.engines.base import Sampling
 from dataflow.errors import ConfigError
-from dataflow.running.sampling import rollout_stages, sampling_of
+from dataflow.running.sampling import sampling_of
 
 
 def test_training_and_validation_sample_by_their_own_keys() -> None:
@@ -22,16 +22,6 @@ def test_training_and_validation_sample_by_their_own_keys() -> None:
     training, held_out = sampling_of(config)
     assert training == Sampling(4, 0.8, 0.9, 20, 9, min_p=0.1)
     assert held_out == Sampling(2, 0.3, 0.7, 5, max_tokens=9)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "placement", "sleeps"), [(0, "colocated", 0), (1, "colocated", 1), (1, "disaggregated", 0)]
-)
-def test_the_engine_sleeps_where_the_trainer_needs_its_gpu(gpus: float, placement: str, sleeps: int) -> None:
-    config = RunConfig.model_validate({"ray": {"gpus_per_worker": gpus}, "placement": placement})
-    for offered in ([], ["calculator"]):
-        config.tools.names = offered
-        assert [each.services["sleeps"] for each in rollout_stages(config)] == [bool(sleeps)] * 2
 
 
 @pytest.mark.heavy

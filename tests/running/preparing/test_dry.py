@@ -113,20 +113,6 @@ def test_a_wrong_value_is_one_problem_and_what_depends_on_it_has_its_line(
 
 
 @pytest.mark.parametrize(
-    ("keys", "number"),
-    [
-        (("trainer.mini_batches=4", "trainer=3"), 1),
-        (("judge.url=nonsense", "judge.timeout=0"), 2),
-    ],
-)
-def test_each_wrong_key_beside_others_of_its_section_is_one_problem(
-    keys: tuple[str, ...], number: int, dry: Dry
-) -> None:
-    code, _found, problems = dry("engine.rollout=hf", *SIZES, *keys)
-    assert (code, len(problems)) == (2, number), problems
-
-
-@pytest.mark.parametrize(
     ("keys", "said"),
     [
         (["algorithm.lam=0.9"], "algorithm.lam has no effect with algorithm.adv_estimator=grpo; leave it"),
