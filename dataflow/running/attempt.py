@@ -43,8 +43,6 @@ SHOWN_S = 0.5
 """Seconds between two frames of the picture on a terminal."""
 _MOST_FAILED = 3
 """Checkpoints that may fail one after another before the run ends."""
-_LAST_S = 2.0
-"""Seconds in which an agent of a run that ends early shall say what it has paid for."""
 
 
 class Attempt:
@@ -89,15 +87,15 @@ class Attempt:
         self._failed = 0
         """Checkpoints that failed, one after another."""
 
-    async def run(self, point: Checkpoint | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def run(self, point: Checkpoint | None) -> dict[str, Any]:
         """Runs to the end.
 
         Args:
             point: the checkpoint to resume from.
 
         Returns:
-            The stats of each reward agent, by its name; and facts of the summary: ``digest`` of the actor's weights,
-            ``NAME_weights_sha256`` of those of each other service that is trained.
+            Facts of the summary: ``digest`` of the actor's weights, ``NAME_weights_sha256`` of those of each other
+            service that is trained.
 
         Raises:
             StageFailed: a task failed.
@@ -129,7 +127,7 @@ class Attempt:
         for name in sorted(trained - {"trainer"}):
             if (found := await self._offered(name, "digest")) is not None:
                 facts[f"{name}_weights_sha256"] = found
-        return await self._stats(), facts
+        return facts
 
     async def _make_steps(self, restored: Restored, origin: float) -> None:
         """Runs the steps that are left; raises as :meth:`run` does."""
@@ -229,17 +227,6 @@ class Attempt:
         agents = dict.fromkeys(s.on for s in collecting if s.collects or s.on == MAIN)
         found = {name: await self._offered(name, "stats") for name in agents}
         return {name: stats for name, stats in found.items() if stats is not None}
-
-    async def last_stats(self) -> dict[str, Any]:
-        """Returns what the reward agents say of themselves at the end of an attempt that failed; {} if they cannot."""
-        try:
-            async with asyncio.timeout(_LAST_S):
-                return await self._stats()
-        except (Exception, asyncio.CancelledError) as error:  # the first error counts, and the record is to be ended
-            known = isinstance(error, DataflowError | LookupError | TimeoutError | asyncio.CancelledError)
-            what = f"the summary lacks what was paid for since the last step: {error!r}"
-            logger.log("DEBUG" if known else "WARNING", what)
-        return {}
 
     async def _export(self) -> None:
         directory = self._record.directory

@@ -17,7 +17,7 @@ from loguru import logger
 from dataflow.config.base import BaseConfig
 from dataflow.errors import DataflowError, RunError
 from dataflow.files import replaced, written
-from dataflow.running.reporting.reward_counts import RewardCounts, Stats
+from dataflow.running.reporting.reward_counts import RewardCounts
 from dataflow.running.reporting.timings import step_metrics, throughput
 from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics
 from dataflow.running.summary import SUMMARY, evaluation_in, read_summary, summarise
@@ -118,7 +118,6 @@ class Record:
         end = max((s.end for s in self.trace.spans if not s.optional), default=0.0)
         self.trace.add(*(level for level in old.levels if level.at <= end))
         self._load_rows(step)
-        self._rewards.agents_begin((self.before, self.trace))
         if recorded < step:  # the process ended between the checkpoint and the record of its step
             logger.warning(
                 f"{self.directory / METRICS} ends in step {recorded}, but the checkpoint is of step {step}: what is "
@@ -242,13 +241,12 @@ class Record:
         if "timing_s/step" in metrics:
             self.steps = max(self.steps, step)
 
-    def end(self, status: str, own_s: float, stats: Stats | None = None, **facts: Any) -> None:
+    def end(self, status: str, own_s: float, **facts: Any) -> None:
         """Ends the files, and writes the summary.
 
         Args:
             status: of the run.
             own_s: seconds from the start of this process until now.
-            stats: of the reward agents, where they can still be asked.
             facts: further ones of the summary; ``digest`` is that of the weights.
 
         Raises:
@@ -268,7 +266,7 @@ class Record:
             self.trace.meta["status"] = "failed" if status == "finished" else status
             raise
         finally:
-            rewards = self._rewards.counts((self.before, self.trace), stats)
+            rewards = self._rewards.counts((self.before, self.trace))
             accurate, digest = all(self.accurate.values()), facts.pop("digest", None)
             total = self.total_s(own_s)
             self.summary = summarise(self.trace, self.steps, self.evaluations, accurate, rewards, total, digest)

@@ -33,7 +33,6 @@ from dataflow.running.record import TRACE, Record
 from dataflow.running.remains import stopped
 from dataflow.running.replanning import AutoPolicy, facts_of, load_schedule, within
 from dataflow.running.reporting.progress import Progress
-from dataflow.running.reporting.reward_counts import Stats
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.summary import SUMMARY, complete
 from dataflow.system import clock
@@ -212,12 +211,11 @@ class Session:
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         try:
             record.open(self._meta())
-            stats, facts = await attempt.run(point)
+            facts = await attempt.run(point)
             stopping.calls(None)  # closing is not interrupted
-            record.end("finished", self.progress.elapsed_s, stats, **facts)
+            record.end("finished", self.progress.elapsed_s, **facts)
         except BaseException as error:
             stopping.calls(None)
-            stats = await attempt.last_stats()
             reason: BaseException = error
             if isinstance(error, asyncio.CancelledError | RunError):
                 if self._lost is not None:
@@ -225,7 +223,7 @@ class Session:
                 elif stopping.received is not None or isinstance(error, asyncio.CancelledError):
                     # A signal to all processes of the run may have ended others first.
                     reason = Interrupted(stopped(self.directory, record.steps, graph.steps))
-            self._end(reason, stats)
+            self._end(reason)
             if reason is error:
                 raise
             raise reason from (None if isinstance(reason, Interrupted) else error)
@@ -234,7 +232,7 @@ class Session:
             self.progress.stop()
             await attempt.close(sys.exception())
 
-    def _end(self, error: BaseException, stats: Stats | None = None) -> None:
+    def _end(self, error: BaseException) -> None:
         """Ends the record of a run that failed; its error comes before that of a file that cannot be written."""
         failed = isinstance(error, Exception) and not isinstance(error, Interrupted)
         status = "failed" if failed else "interrupted"
@@ -242,7 +240,7 @@ class Session:
             if self.record.summary:
                 self.record.write_summary(status=status)
             else:
-                self.record.end(status, self.progress.elapsed_s, stats)
+                self.record.end(status, self.progress.elapsed_s)
         except RunError as second:
             if not isinstance(error.__cause__, OSError):  # else its sentence has named the disk
                 logger.warning(str(second))

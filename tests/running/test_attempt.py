@@ -29,26 +29,23 @@ LOST = RunError("the judge ended")
 
 
 class Failing(Attempt):
-    """An attempt whose training fails, and whose agent then fails in a way of its own."""
+    """An attempt whose training fails, or goes on until the judge is lost."""
 
     def __init__(self, lose: Any) -> None:
         self.lose, self.closed = lose, False
 
     async def run(self, point: Any) -> Any:
-        raise StageFailed("first")
-
-    async def _stats(self) -> dict[str, Any]:
         if self.lose is None:
-            raise ValueError("no number")
+            raise StageFailed("first")
         self.lose()
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+        return await asyncio.get_running_loop().create_future()
 
     async def close(self, under_way: BaseException | None) -> None:
         self.closed = True
 
 
-@pytest.mark.parametrize(("ended_by", "raised"), [("agent", "first"), ("judge", "the judge ended")])
-def test_an_attempt_that_fails_leaves_its_record_whatever_its_agents_say(
+@pytest.mark.parametrize(("ended_by", "raised"), [("stage", "first"), ("judge", "the judge ended")])
+def test_an_attempt_that_fails_leaves_its_record(
     ended_by: str, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run: Any = Session.__new__(Session)
@@ -60,11 +57,10 @@ def test_an_attempt_that_fails_leaves_its_record_whatever_its_agents_say(
         _meta=lambda: {"status": "running", "started": 0.0},
     )  # fmt: skip
 
-    attempt = Failing(None if ended_by == "agent" else lambda: run._lose(LOST))
+    attempt = Failing(None if ended_by == "stage" else lambda: run._lose(LOST))
     monkeypatch.setattr(session, "Attempt", lambda *_: attempt)
-    with logged() as warnings, pytest.raises(RunError, match=raised):
+    with pytest.raises(RunError, match=raised):
         asyncio.run(run._attempt(None))
-    assert ["no number" in line for line in warnings] == [True] * (ended_by == "agent")
     assert attempt.closed
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     assert json.loads((tmp_path / "trace.json").read_text())

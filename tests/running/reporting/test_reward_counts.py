@@ -41,26 +41,6 @@ def test_each_request_ends_in_exactly_one_way(hows: list[str], left: int) -> Non
     assert counts["retried"] == len(hows)
 
 
-def test_failures_of_the_step_that_ended_a_run_are_counted() -> None:
-    counts, first = RewardCounts(), asked(4, "", "failed", "", "")
-    found = counts.counts([first, asked(4)], {"reward": {"failed": 3}})  # the trace has nothing of the second step
-    assert (found["scored"], found["failed"], found["cancelled"]) == (3, 3, 2)
-    counts.agents_begin([first])  # from the checkpoint of step 1
-    found = counts.counts([first, asked(4, "", "failed", "", "")], {"reward": {"failed": 1}})
-    assert (found["scored"], found["failed"], found["cancelled"]) == (6, 2, 0)
-
-
-def test_tokens_are_those_of_the_rows_and_what_the_agent_has_used_since() -> None:
-    counts, traces = RewardCounts(), [asked(4, *[""] * 4)]
-    counts.add({"reward/tokens": 300.0, "reward/hedged": 1.0, "reward/failed": 9.0, "val-core/x": None})
-    assert counts.counts(traces)["tokens"] == 300
-    counts.agents_begin(traces)
-    counts.add({"reward/tokens": 100.0})
-    found = counts.counts(traces, {"reward": {"tokens": 150, "hedged": 0}})
-    assert (found["tokens"], found["hedged"]) == (450, 1)
-    assert counts.counts(traces, {"reward": {"tokens": 20}})["tokens"] == 400, "the agent was rebuilt"
-
-
 def test_several_agents_have_a_sum() -> None:
     counts = RewardCounts()
     counts.add({"reward/tokens": 10.0, "reward/style/tokens": 5.0})

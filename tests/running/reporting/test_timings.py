@@ -20,7 +20,6 @@ from dataflow.stages.advantage import advantage
 from dataflow.timeline.causes.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace
 
-heavy = pytest.mark.heavy
 P, R, GROUPS, N = 6, 5, 4, 3
 SECONDS = {"gen": 4.0, "old_log_prob": 0.5, "ref": 0.75, "adv": 0.25, "update_actor": 2.0, "reward": 3.0, "step": 8.0}
 
@@ -63,51 +62,33 @@ def logged(parts: int) -> dict[str, float]:
     }
 
 
-@heavy
+@pytest.mark.heavy
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_tokens_and_times_are_verls(parts: int) -> None:
-    from verl.trainer.ppo.metric_utils import compute_throughout_metrics, compute_timing_metrics
-
-    data = a_step()[0].to_dataproto()
-    data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(dim=1).tolist()
-    expected = compute_timing_metrics(data, SECONDS) | compute_throughout_metrics(data, SECONDS, 4)
-    metrics = logged(parts)
-    found = metrics | throughput(metrics, 4)
-    assert set(expected) <= set(found)
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert set(throughput(metrics, 4)) <= set(expected)
-    assert {"timing_per_token_ms/gen", "perf/throughput", "perf/time_per_step", "timing_s/step"} <= set(expected)
-
-
-@heavy
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_scores_and_lengths_are_verls(parts: int) -> None:
-    from verl.trainer.ppo.metric_utils import compute_data_metrics
+def test_numbers_under_verls_names_are_verls(parts: int) -> None:
+    from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 
     responses, rewards = a_step()
     data = responses.merge(rewards).to_dataproto()
-    last = data.batch["response_mask"].sum(dim=1) - 1
+    data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(dim=1).tolist()
     scores = torch.zeros(data.batch["response_mask"].shape)
-    scores[torch.arange(len(last)), last] = data.batch["score"]
+    scores[torch.arange(len(scores)), data.batch["response_mask"].sum(dim=1) - 1] = data.batch["score"]
     columns = advantage(responses, rewards, algorithm=AlgorithmConfig(), task=TaskInfo(step=1))
-    for name, values in {
-        "token_level_scores": scores,
-        "token_level_rewards": scores,
-        "advantages": columns["advantages"],
-        "returns": columns["returns"],
-    }.items():
-        data.batch[name] = values
+    data.batch["token_level_scores"] = data.batch["token_level_rewards"] = scores
+    data.batch["advantages"], data.batch["returns"] = columns["advantages"], columns["returns"]
+    timing = compute_timing_metrics(data, SECONDS) | compute_throughout_metrics(data, SECONDS, 4)
     # Here none is cut, though one is as long as the longest.
-    expected = compute_data_metrics(data, use_critic=False) | {"prompt_length/clip_ratio": 0.0}
-    found = logged(parts)
+    expected = timing | compute_data_metrics(data, use_critic=False) | {"prompt_length/clip_ratio": 0.0}
+    metrics = logged(parts)
+    own = throughput(metrics, 4)
+    assert set(own) <= set(timing)
+    found = metrics | own
     assert set(expected) <= set(found)
     # The mean over the parts of a mean over tokens is not that over the step's tokens.
     by_token = {"critic/advantages/mean", "critic/returns/mean"} if parts > 1 else set()
     names = set(expected) - by_token
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, abs=1e-6)
-    assert {"critic/score/mean", "prompt_length/mean", "response_length/clip_ratio"} <= names
+    assert {"critic/score/mean", "prompt_length/mean", "timing_per_token_ms/gen", "perf/throughput"} <= names
 
 
 def run() -> Trace:

@@ -11,8 +11,7 @@ import pytest
 
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
-from dataflow.errors import ConfigError, UserError
-from dataflow.running.preparing.models import settle_trained
+from dataflow.errors import ConfigError
 from dataflow.running.services.hosting import (
     HF,
     VLLM,
@@ -55,14 +54,6 @@ def test_on_gpus_that_it_shares_it_is_built_alone(vllm_for: Any) -> None:
     assert not host().alone
 
 
-def test_a_conversation_is_no_longer_than_a_prompt_and_its_turns(vllm_for: Any) -> None:
-    vllm_for("cpu")
-    talk = {"names": ["calculator"], "max_response_tokens": 2048}
-    options = host(tools=talk, data={"max_prompt_length": 2048}, engine={"max_tokens": 512}).options
-    assert (options["max_prompt_length"], options["max_tokens"], options["max_model_len"]) == (4096, 512, 4096)
-    assert "max_model_len" not in host().options
-
-
 @pytest.mark.parametrize(("key", "value"), [("engine", 3), ("val", 0.001)])
 def test_a_temperature_that_vllm_refuses_is_said_before_anything_starts(vllm_for: Any, key: str, value: float) -> None:
     vllm_for("cpu")
@@ -71,9 +62,9 @@ def test_a_temperature_that_vllm_refuses_is_said_before_anything_starts(vllm_for
     assert host(engine={"rollout": "hf", "temperature": 3}).factory == HF
 
 
-@pytest.mark.parametrize("gpus", [0.5])
-def test_parts_of_gpus_are_refused_where_engine_and_trainer_share_them(vllm_for: Any, gpus: float) -> None:
+def test_parts_of_gpus_are_refused_where_engine_and_trainer_share_them(vllm_for: Any) -> None:
     vllm_for("cuda")
+    gpus = 0.5
     sections: dict[str, Any] = {"model": {"path": "x"}, "ray": {"gpus_per_worker": gpus}}
     with pytest.raises(ConfigError, match=rf"ray\.gpus_per_worker={gpus:g}: colocated, .* give 1, a rank for each"):
         gsm8k_grpo.pipeline(gsm8k_grpo.Config.model_validate(sections))
@@ -99,15 +90,6 @@ def test_a_critic_shares_the_trainers_gpus_so_that_no_gpu_gets_two_ranks(placeme
         left -= share
     plain = pools_of(ppo(placement=placement), critic=True)
     assert (plain.trainer_gpus, plain.critic_gpus, plain.engine_gpus) == (0, 0, 0)
-
-
-def test_the_critic_begins_with_the_actors_model_or_another_with_its_tokens(tmp_path: Path) -> None:
-    config = ppo(model={"path": "actor"}, trainer={"world_size": 2})
-    host = critic_host(config, pools_of(config, critic=True))
-    assert (host.name, host.ranks, host.options["model"], host.options["device"]) == ("critic", 2, "actor", "cpu")
-    missing = ppo(model={"path": "actor"}, critic={"path": str(tmp_path / "none")})
-    with pytest.raises(UserError, match=r"critic\.path=.*none does not exist"):
-        settle_trained(missing, "critic")
 
 
 @pytest.mark.heavy
