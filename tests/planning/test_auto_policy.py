@@ -16,8 +16,8 @@ from dataflow.planning.rewards import Rewards
 from dataflow.planning.simulation import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand
-from dataflow.stage import SAMPLED, Carried, Latest
-from dataflow.timeline.spans import Level, Mark, Trace
+from dataflow.stage import Carried, Latest
+from dataflow.timeline.spans import Mark, Trace
 
 SECONDS = {"rollout": 4.0, "old_log_prob": 1.0, "actor_update": 4.0, "sync_weights": 0.5}
 BASELINE, SPLIT = SchedulingPolicy(), SchedulingPolicy(4)
@@ -56,15 +56,6 @@ def test_a_window_has_the_last_steps_numbered_from_one() -> None:
         assert {s.step for s in found.spans} == {m.args["step"] for m in found.marks} == set(range(1, steps + 1))
         assert found.meta["steps"] == steps
     assert window(trace, 31, 31) is None
-
-
-def test_a_window_knows_when_the_groups_of_a_rollout_ended() -> None:
-    trace = steady(8)
-    begin = min(span.begin for span in trace.spans if span.step == 4)
-    trace.levels += [Level(SAMPLED, begin - 0.5, 8), Level(SAMPLED, begin + 3.5, 8)]
-    found = window(trace, 4, 8)
-    assert found is not None
-    assert [level.at for level in found.levels] == [begin + 3.5]
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.4])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from dataflow.cli import main
-from dataflow.stage import stage
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs.made_up import made_up
@@ -85,32 +84,6 @@ def test_two_runs_of_one_policy_go_by_their_directories(
     same = [str(tmp_path / parent / "again") for parent in ("", "a", "b")]
     assert main(["compare", *same, "--json"]) == 0
     assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == ["both", "again", same[2]]
-
-
-def test_a_run_without_a_whole_step_is_neither_the_fastest_nor_the_measure_of_others(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, policy in (("first", "baseline"), ("amid", "mini-batch")):
-        trace = made_up(3, policy=policy)
-        declared = [stage(on="gpu")(lambda: None).bind(name=each).facts() for each in ("rollout", "actor_update")]
-        trace.meta |= {"status": "cut off", "job": {"pipeline": {"stages": declared}}}
-        trace.spans[:] = [span for span in trace.spans if span.step == 1 and span.stage == "rollout"]
-        (tmp_path / name).mkdir()
-        perfetto.write(trace, tmp_path / name / "trace.json")
-    page = tmp_path / "page.html"
-    given = [str(tmp_path / "first"), str(tmp_path / "amid"), *runs]
-    assert main(["compare", *given, "-o", str(page)]) == 0
-    out = capsys.readouterr().out
-    rows = {line.split()[0]: line for line in out.splitlines() if line}
-    assert rows["mini-batch"].split()[4:6] == ["-", "-"]
-    (fastest,) = [line for line in out.splitlines() if line.startswith("fastest: ")]
-    assert fastest.removeprefix("fastest: ").startswith(("both, -", runs[0]))
-    assert main(["compare", *given, "--json"]) == 0
-    found = {row["policy"]: (row["step_s"], row["change"]) for row in json.loads(capsys.readouterr().out)}
-    assert found["mini-batch"] == (None, None)
-    assert sorted(change for _, change in found.values() if change is not None)[0] <= 0.0
-    (best,) = [row for row in page.read_text().split("<tr") if row.startswith(" class=best")]
-    assert "<b>mini-batch</b>" not in best
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.timeline import perfetto
-from dataflow.timeline.causes.attribution import Wait, exposed_waits, summary, waits_after
-from dataflow.timeline.causes.critical import critical_path
+from dataflow.timeline.causes.attribution import Wait, exposed_waits, summary
 from dataflow.timeline.causes.culprits import culprits
-from dataflow.timeline.downtime import Axis, Downtime, downtimes
+from dataflow.timeline.downtime import Axis, Downtime
 from dataflow.timeline.page.chart import chart
 from dataflow.timeline.page.page import page
 from dataflow.timeline.picture import draw
@@ -38,11 +37,6 @@ K save_checkpoint  ~ gpu waits  █ 4 rewards in flight
 /// not running 3 h 12 min, resumed from step 2  (cut out of the axis)
 """
 """Without its title."""
-
-
-def test_a_run_that_went_on_twice_from_one_checkpoint_has_one_gap() -> None:
-    meta = {"gaps": [[5, 9, "first"], [5, 30, "second"], [40, 50, ""]], "resumed": [2, 2, 4]}
-    assert downtimes(meta) == (Downtime(5, 30, "second", 2), Downtime(40, 50, "", 4))
 
 
 def test_the_figures_are_those_of_the_same_run_without_the_kill() -> None:
@@ -80,16 +74,6 @@ def test_a_wait_over_a_downtime_is_cut_and_each_side_keeps_its_cause() -> None:
     ]
 
 
-def test_a_downtime_after_training_is_no_wait_after_it() -> None:
-    trace = Trace(
-        [Span("rollout", 1, 0, 1, "gpu", 0, 4), Span("val", 1, 0, 1, "reward", 50, 53, {"optional": True})],
-        meta={"gaps": [[5, 50, ""]], "resumed": [1]},
-    )
-    facts = summary(trace)
-    assert (facts["wall_s"], facts["after_training_s"], facts["after_training_idle_s"]) == (4, 4, 4)
-    assert [(w.begin, w.end) for w in waits_after(trace)] == [(4, 5), (50, 53)]
-
-
 @given(
     st.lists(st.tuples(st.floats(0, 50), st.floats(0, 20), st.sampled_from(["gpu", "io"])), min_size=1, max_size=12),
     st.lists(st.tuples(st.floats(-5, 60), st.floats(0, 30)), max_size=4),
@@ -103,12 +87,6 @@ def test_busy_time_and_waits_add_up_to_the_time_in_which_it_ran(
     assert trace.busy("gpu") + sum(w.seconds for w in waits) == pytest.approx(trace.wall, abs=1e-6)
     for wait in waits:
         assert all(wait.end <= down.begin or wait.begin >= down.end for down in trace.downtimes)
-
-
-def test_the_critical_path_goes_on_over_the_gap() -> None:
-    path = [span.task for span in critical_path(resumed())]
-    assert path == [span.task for span in critical_path(resumed(killed=False))]
-    assert path.index("rollout[3]") == path.index("sync_weights[2]") + 1
 
 
 def test_an_axis_leaves_downtimes_out_and_leaves_room_for_their_marks() -> None:

@@ -20,11 +20,6 @@ def span(
     return Span(stage, step, 0, 1, resource, begin, end, dict(args))
 
 
-def test_labels_count_parts_from_one() -> None:
-    assert Span("actor_update", 3, 0, 4, "gpu", 0, 1).label == "3.1"
-    assert Span("rollout", 3, 0, 1, "gpu", 0, 1).label == "3"
-
-
 def test_wall_ends_with_training_and_busy_stays_inside_it() -> None:
     trace = Trace()
     trace.add(span(1, 3), span(5, 8), span(9, 12, "val_rollout", optional=True), Mark("reward", "reward", 3, 6))
@@ -33,12 +28,6 @@ def test_wall_ends_with_training_and_busy_stays_inside_it() -> None:
     assert trace.busy("gpu") == 5
     assert trace.busy("reward") == 0
     assert len(trace.marks) == 1
-
-
-def test_resources_come_in_declared_order_and_undeclared_ones_last() -> None:
-    trace = Trace(meta={"resources": {"gpu": 1, "reward": None, "io": 1}})
-    trace.add(span(0, 1, resource="sandbox"), span(0, 1, resource="reward"), span(0, 1, resource="gpu"))
-    assert trace.resources == ["gpu", "reward", "sandbox"]
 
 
 @given(intervals)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -17,11 +16,6 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.errors import RunError
-from dataflow.executors.inline import InlineExecutor
-from dataflow.graph import Pipeline, TaskInfo, stage
-from dataflow.policy import SchedulingPolicy, expand
-from dataflow.runner import Runner
-from dataflow.system import clock
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.writer import TraceWriter
@@ -101,30 +95,6 @@ def test_a_disk_that_fills_up_while_a_run_goes_is_said_once(tmp_path: Path, monk
     trace.add(span(3))
     writer.close(trace)
     assert [s.step for s in perfetto.read(tmp_path / "trace.json").spans] == [1]
-
-
-@stage(writes="made", on="gpu")
-def make(prompts: object, *, task: TaskInfo) -> object:
-    now = clock.now()
-    task.mark("reward", now, now + 0.5, group=3)
-    task.level("limit", now, 2)
-    return prompts
-
-
-def run(trace: Trace, **more: Any) -> None:
-    graph = expand(Pipeline([make], inputs=["prompts"]), SchedulingPolicy(), 2, 1)
-    inputs = {"prompts": lambda step: step}
-    asyncio.run(Runner(graph, InlineExecutor(), inputs=inputs, trace=trace, **more).run())
-
-
-def test_the_runner_gives_each_task_with_its_marks_in_one_call() -> None:
-    given: list[tuple[object, ...]] = []
-    trace = Trace(sink=lambda *items: given.append(items))
-    run(trace, origin=clock.now() - 100)
-    assert [tuple(map(type, items)) for items in given] == [(Span, Mark, Level)] * 2
-    assert [items[0] for items in given] == trace.spans
-    assert 100 <= trace.spans[0].begin < 110
-    assert trace.levels[0].value == 2.0
 
 
 KILLED = """

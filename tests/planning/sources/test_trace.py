@@ -199,20 +199,6 @@ def test_other_intervals_of_checkpoints_are_planned(tmp_path: Path) -> None:
         read_workload(str(tmp_path), ["checkpoint.every=4"])
 
 
-def test_a_checkpoint_that_was_left_out_does_not_count_as_a_fast_one() -> None:
-    trace = saving()
-    for at, s in enumerate(trace.spans):
-        if s.step == 4 and s.stage in ("stage_checkpoint", "write_checkpoint"):
-            left_out = {"left_out": True} if s.stage == "stage_checkpoint" else {}
-            trace.spans[at] = replace(s, end=s.begin, args=s.args | left_out)
-    found = of_trace(trace, "a run", PlanConfig())
-    for name in ("stage_checkpoint", "write_checkpoint"):
-        measured = found.times[name]
-        assert isinstance(measured, Measured)
-        assert sorted(measured.steps) == [2, 6, 8]
-        assert measured.mean == pytest.approx(SAVES[name])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -237,15 +223,6 @@ def test_validations_take_the_latency_of_their_own_requests() -> None:
     assert min(found.latencies(4)) > 0.25
     given = of_trace(trace, "a run", PlanConfig.model_validate({"reward": {"latency": "3"}}))
     assert set(given.val_requests(4).seconds) == {3.0}
-
-
-def test_a_run_without_a_number_of_groups_is_planned_and_says_what_a_split_would_need() -> None:
-    trace = run(job())
-    trace.meta["job"]["prompts"] = None
-    del trace.meta["job"]["responses"]
-    found = of_trace(trace, "a run", PlanConfig())
-    assert (found.prompts, found.responses) == (4, 1)
-    assert any("no number of groups, so that no policy can split" in sentence for sentence in found.assumptions)
 
 
 @pytest.mark.parametrize(

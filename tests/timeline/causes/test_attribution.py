@@ -50,16 +50,6 @@ def test_before_the_first_task_is_start_up() -> None:
     assert exposed_waits(trace) == [Wait(0, 2.5, "start-up", "rollout[1]")]
 
 
-def test_what_was_ready_before_the_gap_is_dispatch() -> None:
-    trace = step(
-        task("reward_collect[1.1]", "reward", 0, 1),
-        task("rollout[2]", "gpu", 0, 2),
-        task("actor_update[1.1]", "gpu", 2.5, 3, "reward_collect[1.1]"),
-        task("actor_update[1.2]", "gpu", 3.25, 4, "actor_update[1.1]"),
-    )
-    assert [w.cause for w in exposed_waits(trace)] == ["dispatch", "dispatch"]
-
-
 @pytest.mark.parametrize(
     ("waited_for", "cause"),
     [
@@ -113,16 +103,6 @@ def test_a_late_write_is_charged_to_io_and_validation_to_nobody() -> None:
     )
     assert trace.wall == 2
     assert exposed_waits(trace) == [Wait(1, 2, "io", "checkpoint[1]", "checkpoint[1]")]
-
-
-def test_a_circle_of_names_ends() -> None:
-    trace = step(
-        task("rollout[1]", "gpu", 0, 1),
-        task("a[1]", "controller", 4, 5, "b[1]"),
-        task("b[1]", "io", 4, 5, "a[1]"),
-        task("update[1]", "gpu", 5, 6, "a[1]"),
-    )
-    assert sum(w.end - w.begin for w in exposed_waits(trace)) == 4
 
 
 @st.composite

@@ -15,7 +15,6 @@ from dataflow.timeline.page.page import page
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs import chromium
 from tests.rigs.made_up import made_up
-from tests.timeline.traces.resumed import WHY, resumed
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
@@ -216,25 +215,3 @@ def test_wheel_keys_and_buttons_zoom_and_move_a_long_run(opened: Open) -> None:
 def test_light_and_dark_look_different(opened: Open) -> None:
     shots = [opened(run(), scheme).screenshot() for scheme in ("light", "dark")]
     assert shots[0] != shots[1]
-
-
-def test_several_runs_stand_below_each_other_on_a_narrow_screen_too(opened: Open) -> None:
-    runs = {"baseline": made_up(4), "both": made_up(4, seed=5), "predicted": made_up(4, seed=6)}
-    tab = opened(runs, wide=480, facts={"both": {"accuracy_before": 0.1, "accuracy_after": 0.9}})
-    table = tab.locator(".compared table").inner_text()
-    for word in ("baseline", "both", "predicted", "0.10 -> 0.90", "%"):
-        assert word in table
-    assert tab.locator("section.panel").count() == 3
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 480
-    told = point_at(tab, "bars", row_of(tab, "bars", "task", "both: rollout[1]"))
-    assert told.startswith("both: rollout[1]")
-
-
-def test_a_downtime_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> None:
-    tab = opened({"plain": resumed(killed=False), "resumed": resumed()})
-    words = "not running 3 h 12 min, resumed from step 2"
-    assert tab.evaluate("timeline.seen.cuts") == [words]
-    assert tab.evaluate("timeline.view.to") < 40
-    told = point_at(tab, "cuts")
-    assert told.startswith(f"resumed: {words}")
-    assert WHY in told

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dataflow.timeline.causes.culprits import last_requests, linked
-from dataflow.timeline.page.chart import chart, step_ends, versions
+from dataflow.timeline.page.chart import chart, versions
 from dataflow.timeline.page.page import page
 from dataflow.timeline.spans import Mark, Span, Trace
 from tests.rigs.made_up import made_up
@@ -160,12 +160,3 @@ def test_staleness_is_of_the_samples_an_update_trains_on() -> None:
         Span("sync_weights", 3, 0, 1, "gpu", 4, 5, {"weights_version": 3}),
     )
     assert [stale for _, stale in versions(trace).values()] == [1, 1, 2, None, None]
-
-
-def test_steps_end_with_their_last_update_and_a_step_that_was_cut_off_does_not() -> None:
-    trace = made_up(3)
-    ends = {n: max(s.end for s in trace.spans if s.stage == "actor_update" and s.step == n) for n in (1, 2, 3)}
-    assert step_ends(trace) == ends
-    trace.spans.remove(max(trace.spans, key=lambda s: (s.step, s.stage == "actor_update", s.part)))
-    trace.meta["status"] = "interrupted"
-    assert list(step_ends(trace)) == [1, 2]
