@@ -79,17 +79,19 @@ class _Step:
     left: int = 0  # groups with requests that have not begun
     ready: list[tuple[float, int, int]] = field(default_factory=list)  # (*due, group) of the others, in order
     waiters: deque[tuple[Any, int | Sequence[int]]] = field(default_factory=deque)
-    missing: set[int] = field(default_factory=set)  # groups that the first waiter names, and that are not ready
+    enough: float = math.inf  # number of ready groups that the first waiter waits for, if it names none
+    missing: set[int] = field(default_factory=set)  # groups that it names, and that are not ready
     delivered: float = -math.inf
     due: Due = _NEVER  # when the first waiter has what it waits for
 
     def look(self) -> None:
         """Finds out anew when the first waiter has what it waits for."""
-        self.due = _NEVER
+        self.due, self.enough = _NEVER, math.inf
         if not self.waiters:
             return
         _waiter, wanted = self.waiters[0]
         if isinstance(wanted, int):
+            self.enough = wanted
             self.due = self.ready[wanted - 1][:2] if len(self.ready) >= wanted else _NEVER
             return
         due = {group: (at, number) for at, number, group in self.ready}
@@ -101,8 +103,11 @@ class _Step:
         """Notes when a group arrives, as the last of its requests begins, which is the ``number``-th."""
         self.left -= 1
         insort(self.ready, (at, number, group))
-        self.missing.discard(group)
-        if not self.missing:
+        if self.missing:
+            self.missing.discard(group)
+            if not self.missing:
+                self.look()
+        elif len(self.ready) >= self.enough:
             self.look()
 
     def deliver(self) -> Delivery:
