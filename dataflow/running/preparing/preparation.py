@@ -29,7 +29,7 @@ from dataflow.running.preparing.remarks import remarks
 from dataflow.running.replanning import load_schedule, policies_of
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
-from dataflow.running.services.hosting import CRITIC, REWARD, TRAINER, circumstances, gpus_of, sampling_of
+from dataflow.running.services.hosting import REWARD, circumstances, gpus_of, sampling_of
 from dataflow.running.services.nodes import check_nodes
 from dataflow.running.services.training import check_trained
 
@@ -140,19 +140,19 @@ class Preparation:
         return [
             *general,
             # Before the default model is made, which takes a minute, what is wrong at once.
-            Check("engine", self._check_engine),
-            Check("reward models", self._check_models, ("pipeline",)),
+            Check("engine", lambda: self._check_engine(config)),
+            Check("reward models", lambda: self._check_models(config), ("pipeline",)),
             *(Check(s.name, partial(self._check_agent, s.name), self._of_agent(s)) for s in sources_of(config)),
             Check("data", lambda: self.data.read(config)),
-            Check("references", self._check_references, ("data", "pipeline")),
+            Check("references", lambda: self._check_references(config), ("data", "pipeline")),
             Check("model", lambda: settle_models(config, self._progress)),
             Check("lengths", lambda: check_fits(config), ("model",)),
-            *(Check(name, partial(self._check_trained, name)) for name in config.trained),
-            Check("prompts", self._tokenize, ("data", "model")),
+            *(Check(name, partial(self._check_trained, config, name)) for name in config.trained),
+            Check("prompts", lambda: self._tokenize(config), ("data", "model")),
             Check("weights", lambda: check_weights(Path(config.model.path or "")), ("model",)),
             Check("inputs", self._take, ("pipeline", "prompts")),
-            Check("model servers", self._check_model_servers),
-            Check("servers", self._check_servers),
+            Check("model servers", lambda: self._check_model_servers(config)),
+            Check("servers", lambda: self._check_servers(config)),
             Check("settings", lambda: remarks(config, self.data.problems, self.data.toolbox)),
         ]
 
@@ -182,28 +182,25 @@ class Preparation:
         parts = counted(policy.split, "part")
         return f"{stages} ({parts}, max_staleness {policy.max_staleness})"
 
-    def _check_engine(self) -> str | None:
-        if hasattr(self, "graph") and "rollout" not in self.hosts:
-            return None
-        assert isinstance(self.config, RunConfig)
-        return rollout_engine(self.config.engine.rollout, **circumstances(self.config))
+    def _hosts(self, name: str) -> bool:
+        """Whether the run has a service of that name, as far as is known before there is a graph."""
+        return not hasattr(self, "graph") or name in self.hosts
 
-    def _check_trained(self, name: str) -> None:
-        factory = TRAINER if name == "trainer" else CRITIC
-        if hasattr(self, "graph") and all(host.factory != factory for host in self.hosts.values()):
-            return
-        assert isinstance(self.config, RunConfig)
-        settle_trained(self.config, name)
-        check_trained(self.config, name)
+    def _check_engine(self, config: RunConfig) -> str | None:
+        return rollout_engine(config.engine.rollout, **circumstances(config)) if self._hosts("rollout") else None
 
-    def _check_models(self) -> str | None:
-        assert isinstance(self.config, RunConfig)
+    def _check_trained(self, config: RunConfig, name: str) -> None:
+        if self._hosts(name):
+            settle_trained(config, name)
+            check_trained(config, name)
+
+    def _check_models(self, config: RunConfig) -> str | None:
         from dataflow.running.services.served_models import check_models
         from dataflow.stages.normalize import normalizes
 
         stages, agents = self.graph.pipeline.stages, self.agents
-        check_models(self.config, agents, [name for name in agents if normalizes(stages, name)])
-        return ", ".join(self.config.reward.models) or None
+        check_models(config, agents, [name for name in agents if normalizes(stages, name)])
+        return ", ".join(config.reward.models) or None
 
     def _check_agent(self, name: str) -> str | None:
         from dataflow.distribution import parse_distribution
@@ -233,19 +230,17 @@ class Preparation:
             raise ConfigError(keyed(said, name))
         return f"{scorer}, {counted(limits.concurrency, 'request')} in flight"
 
-    def _check_references(self) -> list[str]:
-        assert isinstance(self.config, RunConfig)
+    def _check_references(self, config: RunConfig) -> list[str]:
         assert self.data.problems is not None
-        return check_truths(self.config, *self.data.problems) if MAIN in self.agents else []
+        return check_truths(config, *self.data.problems) if MAIN in self.agents else []
 
-    def _tokenize(self) -> str:
+    def _tokenize(self, config: RunConfig) -> str:
         """Makes the prompts; of a resumed run, checks that they are those that it was begun with."""
-        assert isinstance(self.config, RunConfig)
-        found = self.data.tokenize(self.config)
-        self.digests = self.data.digests(self.config)
+        found = self.data.tokenize(config)
+        self.digests = self.data.digests(config)
         if self.directory is not None:
             recorded = read_values(self.directory / CONFIG)[ORIGIN].get("data", {})
-            check_same(recorded, self.digests, self.config, self.directory)
+            check_same(recorded, self.digests, config, self.directory)
             self.digests = {**recorded, **self.digests}
         return found
 
@@ -266,12 +261,11 @@ class Preparation:
             )
         self.inputs = {name: found[name] for name in self.graph.pipeline.inputs}
 
-    def _check_model_servers(self) -> str | None:
+    def _check_model_servers(self, config: RunConfig) -> str | None:
         """Waits for the reward models that have a url."""
-        assert isinstance(self.config, RunConfig)
         wanted = [
             (name, url, model.start_timeout if self._patience_s is None else self._patience_s)
-            for name, model in self.config.reward.models.items()
+            for name, model in config.reward.models.items()
             for url in model.given_urls
         ]
         if not wanted:
@@ -281,11 +275,9 @@ class Preparation:
         check_servers(wanted)
         return f"{len(wanted)} answer"
 
-    def _check_servers(self) -> str | None:
+    def _check_servers(self, config: RunConfig) -> str | None:
         """Waits for the inference servers of ``engine.rollout=http``, and checks that they serve the run's model."""
-        config = self.config
-        assert isinstance(config, RunConfig)
-        if config.engine.rollout != "http" or (hasattr(self, "graph") and "rollout" not in self.hosts):
+        if config.engine.rollout != "http" or not self._hosts("rollout"):
             return None
         from dataflow.engines.http.check import check_servers
         from dataflow.files import unmakable

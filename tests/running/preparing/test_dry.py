@@ -176,35 +176,6 @@ def test_no_recipe_has_them(recipe: Path) -> None:
     assert list(toy_settings(config)) == []
 
 
-HINTED = """
-made = pipeline
-
-
-def pipeline(config):
-    return Pipeline((of := made(config)).stages, (*of.inputs, "hint"), of.resources)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("inputs", "said"),
-    [
-        ("", "nothing supplies its input 'hint'; define inputs(config), which returns {'hint': a function of the"),
-        ("def inputs(config):\n    return {'hint': 1 / 0}\n", "inputs(config) "),
-        ("def inputs(config):\n    return {'hint': lambda step: step}\n", None),
-    ],
-)
-def test_an_input_that_nothing_supplies_is_one_problem(
-    inputs: str, said: str | None, dry: Dry, model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "hinted.py").write_text(Path(PIPELINE).read_text() + HINTED + inputs)
-    keys = (f"model.path={model}", *SIZES, "engine.rollout=hf")
-    code, found, problems = dry(*keys, pipeline=str(tmp_path / "hinted.py"))
-    assert found["prompts"].startswith("ok: ")
-    assert (code, len(problems)) == ((0, 0) if said is None else (2, 1))
-    assert said is None or said in found["inputs"]
-
-
 def test_the_command_line_is_read_first(dry: Dry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PIPELINE, "dry=maybe"]) == 2
     assert "give true, to check everything, or false" in capsys.readouterr().err

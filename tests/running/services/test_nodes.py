@@ -55,19 +55,6 @@ def test_a_rule_without_effect_is_refused(overrides: list[str], words: str, monk
     assert str(caught.value) == words
 
 
-@pytest.mark.parametrize(
-    ("override", "label"),
-    [
-        ("labels.rack=7", ("rack", "7")),
-        ("labels.topology.kubernetes.io/zone=in(a, b)", ("topology.kubernetes.io/zone", "in(a, b)")),
-        ("labels={role: '!in(a,b)', a.b: 7}", ("role", "!in(a,b)")),
-    ],
-)
-def test_labels_may_have_numbers_and_names_with_dots(override: str, label: tuple[str, str]) -> None:
-    labels = config(f"ray.nodes.trainer.{override}").ray.nodes["trainer"].labels
-    assert labels == dict([label]) | ({"a.b": "7"} if "a.b" in override else {})
-
-
 def test_each_service_of_a_run_names_its_files(tmp_path: Path) -> None:
     for name in ("model", "teacher", "adapter"):
         (tmp_path / name).mkdir()
