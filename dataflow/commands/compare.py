@@ -10,7 +10,7 @@ from dataflow.commands.trace import read_trace
 from dataflow.errors import ConfigError
 from dataflow.policy import PRESETS, STREAM
 from dataflow.timeline import files
-from dataflow.timeline.compare import cells, compared, notes, summary_of
+from dataflow.timeline.compare import cells, compared, note, summary_of
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
 
@@ -41,7 +41,7 @@ def compare(runs: Sequence[str], out: str | None, as_json: bool) -> str:
         files.draw(traces, out, facts=facts)
     if as_json:
         return json.dumps(rows, indent=1)
-    said = "\n".join(notes(rows))
+    said = note(rows)
     return table(cells(rows)) + (f"\n\n{said}" if said else "") + files.written(out)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,14 +82,9 @@ def contrast(colour: str) -> str:
 
 
 def columns_that_fit(words: Sequence[str], inches: float) -> int:
-    """Returns the largest number of legend columns, up to 8, that fits a width; columns are filled one by one."""
-    for columns in range(min(8, len(words)), 1, -1):
-        rows, longer = divmod(len(words), columns)  # so many columns have one word more
-        starts = [i * rows + min(i, longer) for i in range(columns + 1)]
-        wide = sum(max(map(len, words[a:b])) * 0.09 + 0.45 for a, b in pairwise(starts))
-        if wide <= inches:
-            return columns
-    return 1
+    """Returns the largest number of legend columns, up to 8, that fits a width."""
+    widest = max(map(len, words)) * 0.09 + 0.45
+    return max(1, min(8, len(words), int(inches / widest)))
 
 
 def save(figure: Figure, target: Path, kind: str) -> None:

@@ -12,7 +12,7 @@ from dataflow.drawing import page
 from dataflow.drawing.duration import figure
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError, counted
-from dataflow.planning.advice import LEAST, advise
+from dataflow.planning.advice import advise
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.picture import draw_plan
 from dataflow.planning.planner import AS_LOGGED, ROWS, Prediction, Sweep, numbers_of, parse_sweep, predict, sweep
@@ -21,13 +21,6 @@ from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import CHANGED, Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
-
-FAR_OFF = 0.2
-"""Share by which a replay may be off the log before the plan says what may be the reason."""
-_DOUBT = (
-    "; its rewards took another time or others were in flight (log.latency, log.concurrency), it overlaps more than "
-    "the log shows, or it waits for what this plan lacks (compute_group, a user's own stages)."
-)
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class Plan:
         )
 
     def trust(self) -> list[str]:
-        """Returns sentences on how near the prediction comes to the log, and how far the baseline differs from it."""
+        """Returns a sentence on how near the prediction comes to the log, if it says how long it took."""
         step_s, logged = self.logged_step_s, self.workload.logged
         if step_s is None or logged is None:
             return []
@@ -112,14 +105,8 @@ class Plan:
                 why = f"its policy changed during the run ({again})"
             return [f"{AS_LOGGED}: {figure(step_s)} s a step over {steps}, not replayed: {why}."]
         off = self.replay.step_s / step_s - 1
-        line = (
-            f"{AS_LOGGED}: predicted {figure(self.replay.step_s)} s a step, logged {figure(step_s)} s, {off:+.1%} "
-            f"({logged.policy}, {steps}){_DOUBT if abs(off) > FAR_OFF else ''}"
-        )
-        same = next((row for row in self.rows if row.policy == logged.policy), None)
-        if same is not None and abs(differs := same.step_s / self.replay.step_s - 1) >= LEAST:
-            line += f"\nas planned: {logged.policy} {figure(same.step_s)} s a step, {differs:+.1%}"
-        return [line]
+        said = f"predicted {figure(self.replay.step_s)} s a step, logged {figure(step_s)} s, {off:+.1%}"
+        return [f"{AS_LOGGED}: {said} ({logged.policy}, {steps})"]
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the table of policies with its head, the log itself first."""
@@ -150,8 +137,7 @@ class Plan:
         """Returns the HTML of all that a plan says, around its drawing."""
         caution = self.workload.caution
         note = f'<p class="note" role="status">{_sentence(caution)}</p>' if caution else ""
-        lines = [self.size(), *(line for part in self.trust() for line in part.split("\n"))]
-        shown = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in lines)
+        shown = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in [self.size(), *self.trust()])
         best = min(self.rows, key=lambda row: row.step_s).policy
         policies = _table(self.cells(), {best: "best", AS_LOGGED: "logged"})
         cards = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,10 +19,6 @@ Facts = Mapping[str, Mapping[str, Any]]
 EVALUATED = ("before", "after", "mean_last_3")
 """Figures of evaluations in a summary, behind ``accuracy_`` or, where it is none, ``score_``."""
 _KEYS = [f"{mean}_{when}" for mean in ("accuracy", "score") for when in EVALUATED]
-_BOUNDS = (
-    "lower bounds differ since each is made of its own run's tasks and requests, as they were measured: other samples, "
-    "delays and speed of the machine."
-)
 
 
 def compared(traces: Mapping[str, Trace], facts: Facts) -> list[dict[str, Any]]:
@@ -85,15 +81,13 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return min(whole, key=lambda row: float(row["step_s"])) if len(whole) > 1 else None
 
 
-def notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields which run is the fastest, and why lower bounds differ."""
-    if (best := fastest(rows)) is not None:
-        first = next(row for row in rows if row["step_s"])
-        against = "" if best is first else f", {best['change']:+.1%} against {first['policy']}"
-        yield f"fastest: {best['policy']}{against}"
-    bounds = [row["lower_bound_s"] for row in rows if row["lower_bound_s"]]
-    if bounds and max(bounds) > 1.01 * min(bounds):
-        yield _BOUNDS
+def note(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns which run is the fastest; "" unless several have a whole step."""
+    if (best := fastest(rows)) is None:
+        return ""
+    first = next(row for row in rows if row["step_s"])
+    against = "" if best is first else f", {best['change']:+.1%} against {first['policy']}"
+    return f"fastest: {best['policy']}{against}"
 
 
 def evaluated_in(facts: Mapping[str, Any]) -> tuple[str, dict[str, float | None]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
 from dataflow.timeline.causes.attribution import exposed_waits, pool_waits, waits_after
-from dataflow.timeline.downtime import CUT, Axis, Downtime
+from dataflow.timeline.downtime import CUT, Axis
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 from dataflow.timeline.text import extent, named, tick
 
@@ -20,7 +20,7 @@ _BAND = "#F3C766"
 _HEIGHTS = dict.fromkeys(POOLS, 0.62)
 _BAND_HEIGHT = 0.5  # of a reward agent
 _THIN = 0.2
-_CUT, _SMALL = "#8A8A8A", 7.0
+_CUT = "#8A8A8A"
 
 
 def draw(traces: Mapping[str, Trace] | Trace, path: str | os.PathLike[str]) -> None:
@@ -125,19 +125,9 @@ class _Panel:
             axis.spines[side].set_visible(False)
         axis.axvline(self.time.at(self.trace.window[1]), color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
         for down in self.time.downtimes:
-            self._downtime(axis, down)
+            for line, colour_of in ((9.0, _CUT), (7.5, "white")):  # a band of a fixed width over the cut
+                axis.axvline(self.time.at(down.begin), color=colour_of, linewidth=line, solid_capstyle="butt", zorder=4)
         self._title(axis, reference)
-
-    def _downtime(self, axis: Axes, down: Downtime) -> None:
-        """Draws a band of a fixed width over the cut, with the downtime's length in it."""
-        at, room = self.time.at(down.begin), self.height * 72 / (0.56 * _SMALL)  # characters that fit
-        points: dict[str, Any] = {"solid_capstyle": "butt", "zorder": 4}
-        axis.axvline(at, color=_CUT, linewidth=_SMALL + 4.5, **points)
-        axis.axvline(at, color="white", linewidth=_SMALL + 3, **points)
-        words = down.length if len(down.length) <= room else down.length.removeprefix("not running ")
-        if len(words) <= room:
-            look: dict[str, Any] = {"fontsize": _SMALL, "color": INK, "zorder": 5}
-            axis.text(at, self.height / 2, words, rotation=90, ha="center", va="center", **look)
 
     def _title(self, axis: Axes, reference: _Panel) -> None:
         name = axis.set_title(self.name, loc="left", fontsize=11, fontweight="bold", color=INK, pad=5)

@@ -82,7 +82,6 @@ def test_a_loop_that_waits_for_its_rewards_first_is_replayed_like_that(
     found = re.search(r"^as logged: predicted ([\d.]+) s a step, logged 59.1 s", out, re.MULTILINE)
     assert found is not None
     assert float(found[1]) == pytest.approx(59.1, rel=0.02)
-    assert re.search(r"^as planned: baseline 5\d\S* s a step, -1\d\S*%$", out, re.M), "log-probs beside the rewards"
 
 
 @pytest.mark.slow

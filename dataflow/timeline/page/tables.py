@@ -13,7 +13,7 @@ from dataflow.drawing.style import cause_colours
 from dataflow.errors import counted
 from dataflow.timeline.agents import agents_of, causes_of
 from dataflow.timeline.causes.culprits import Culprit, culprits, place_of
-from dataflow.timeline.compare import Facts, cells, compared, evaluated, evaluated_in, fastest, notes
+from dataflow.timeline.compare import Facts, cells, compared, evaluated, evaluated_in, fastest, note
 from dataflow.timeline.downtime import Axis
 from dataflow.timeline.page.chart import versions
 from dataflow.timeline.spans import Trace, called
@@ -44,7 +44,7 @@ def comparison(traces: Mapping[str, Trace], facts: Facts) -> str:
     head, *lines = cells(rows)
     best = fastest(rows)
     shown = [[f"<b>{escape(name)}</b>{_status(traces[name])}", *map(escape, rest)] for name, *rest in lines]
-    said = "".join(f'<p class="hint">{escape(note)}</p>' for note in notes(rows))
+    said = f'<p class="hint">{escape(words)}</p>' if (words := note(rows)) else ""
     marks = ["best" if row is best else "" for row in rows]
     return f'<section class="compared">{table(head, shown, marks)}{said}</section>'
 
