@@ -219,12 +219,7 @@ def _room(values: Sequence[float], number: int) -> tuple[float, float]:
 
 
 def stages_chart(pipeline: Pipeline, critical: Sequence[str] = ()) -> str:
-    """Returns the stages of a pipeline as a flowchart; dotted edges come from an earlier step.
-
-    Args:
-        pipeline: whose.
-        critical: stages to mark, with the edges from each to the next.
-    """
+    """Returns the stages of a pipeline as a flowchart; dotted edges come from an earlier step."""
     # Names are labels only: mermaid has words of its own, such as "end", that no node can be called.
     ids = {s.name: f"s{at}" for at, s in enumerate(pipeline.stages)}
     inputs = {name: f"i{at}" for at, name in enumerate(pipeline.inputs)}

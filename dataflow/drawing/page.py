@@ -39,13 +39,7 @@ def shell(title: str, body: str, scripts: str = "") -> str:
 
 
 def card(title: str, body: str, kind: str = "") -> str:
-    """Returns a box with a heading; "" if it is empty.
-
-    Args:
-        title: text.
-        body: HTML.
-        kind: further classes of the element.
-    """
+    """Returns a box of a heading, as text, and a body, as HTML; "" if the body is empty."""
     return f'<div class="card {kind}"><h3>{escape(title)}</h3>{body}</div>' if body else ""
 
 

@@ -50,12 +50,7 @@ WIDTH = 14.0
 
 
 def colours(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
-    """Returns a colour for each stage.
-
-    Args:
-        stages: in the order of the pipeline, so that two runs of one pipeline look alike.
-        roles: of those that have one.
-    """
+    """Returns a colour for each stage, given in the order of the pipeline, and the roles of those that have one."""
     taken: dict[str, int] = {}
     found: dict[str, str] = {}
     for stage in dict.fromkeys(stages):

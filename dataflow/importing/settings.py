@@ -88,9 +88,6 @@ def _read(file: str) -> dict[str, Any]:
 def defaults(base: str = "ppo_trainer") -> Any:
     """Returns one of verl's default configurations, unresolved, as OmegaConf holds it.
 
-    Args:
-        base: a key of :data:`BASES`.
-
     Raises:
         ConfigError: verl is not installed.
     """
@@ -107,10 +104,6 @@ def _default_values(base: str) -> dict[str, Any]:
 
 def of_launch(arguments: Sequence[str], name: str) -> Settings:
     """Returns the settings of a launch.
-
-    Args:
-        arguments: of ``verl.trainer.main_ppo``, as Hydra takes them.
-        name: of the launch, for messages.
 
     Raises:
         ConfigError: an argument is none of Hydra's, or a value does not fit.

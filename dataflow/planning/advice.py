@@ -28,14 +28,7 @@ def advise(
     policies: Mapping[str, SchedulingPolicy],
     outcomes: Outcomes | None = None,
 ) -> list[str]:
-    """Returns sentences of advice, each with its predicted gain.
-
-    Args:
-        workload: the planned workload.
-        rows: its predictions.
-        policies: the policies of the rows, by name.
-        outcomes: see :func:`dataflow.planning.planner.predict`.
-    """
+    """Returns sentences of advice, each with its predicted gain."""
     outcomes = outcomes or Outcomes()
     whole = [row for row in rows if not policies[row.policy].stream_rollout]
     if not whole:

@@ -120,13 +120,7 @@ def window(trace: Trace, since: int, last: int) -> Trace | None:
 
 
 def latency_changed(trace: Trace, since: int, step: int) -> bool:
-    """Whether the rewards of a step took longer or shorter than those of the two before it, by more than chance.
-
-    Args:
-        trace: of the run.
-        since: the first step to compare with.
-        step: a step whose rewards are all there.
-    """
+    """Whether the rewards of a step took longer or shorter than those of the two before it, by more than chance."""
     now, before = _logs(trace, step, step), _logs(trace, max(since, step - 2), step - 1)
     return any(
         abs(statistics.fmean(now[agent]) - statistics.fmean(before[agent]))
@@ -239,11 +233,7 @@ class Controller:
         self._planned, self._due = step, False
 
     def decide(self, predicted: Mapping[SchedulingPolicy, float]) -> SchedulingPolicy | None:
-        """Returns the policy to change to; None to keep the present one.
-
-        Args:
-            predicted: seconds a step under each policy that can be predicted.
-        """
+        """Returns the policy to change to; None to keep the present one."""
         if self.current not in predicted:
             return None
         begun, last = max(self.shows, self.since), self._planned

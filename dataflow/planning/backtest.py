@@ -30,10 +30,6 @@ class Row(NamedTuple):
 def backtest(trace: Trace, source: str) -> tuple[list[Row], Trace]:
     """Predicts a run from its own trace, under its own policy, or the policies that it changed to.
 
-    Args:
-        trace: of the run.
-        source: its name, for messages.
-
     Returns:
         A row each for wall time, GPU-pool work, exposed wait and each stage; and the predicted trace.
 

@@ -72,15 +72,14 @@ class Plan:
     def text(self) -> str:
         """Returns the text for a terminal."""
         load = self.workload
-        blocks = [f"{load.source}: {self.size()}", *([f"caution: {load.caution}"] if load.caution else [])]
-        blocks += self.trust()
-        blocks.append(str(table(self.cells())))
+        caution = f"caution: {load.caution}" if load.caution else ""
+        blocks = [f"{load.source}: {self.size()}", caution, self.replayed(), table(self.cells())]
         if load.assumptions:
             blocks.append("assumed:\n" + "\n".join(f"- {sentence}" for sentence in load.assumptions))
         if self.advice:
             blocks.append("advice:\n" + "\n".join(f"- {sentence}" for sentence in self.advice))
         blocks += [f"{s.title}:\n{table(s.cells())}" for s in self.sweeps]
-        return "\n\n".join(blocks)
+        return "\n\n".join(filter(None, blocks))
 
     def size(self) -> str:
         """Returns what the source ran with, and how large the planned job is, in words."""
@@ -92,21 +91,21 @@ class Plan:
             f"{figure(load.mean_s())} s of GPU work a step" + (", validation included" if load.validation else "")
         )
 
-    def trust(self) -> list[str]:
-        """Returns a sentence on how near the prediction comes to the log, if it says how long it took."""
+    def replayed(self) -> str:
+        """Returns how near the prediction comes to the log; "" if the log does not say how long it took."""
         step_s, logged = self.logged_step_s, self.workload.logged
         if step_s is None or logged is None:
-            return []
+            return ""
         steps = counted(logged.steps, "step")
         if self.replay is None:
             why = "its policy is unknown"
             if logged.policy == CHANGED:
                 again = f"dataflow compare {self.workload.source} --predicted follows the changes"
                 why = f"its policy changed during the run ({again})"
-            return [f"{AS_LOGGED}: {figure(step_s)} s a step over {steps}, not replayed: {why}."]
+            return f"{AS_LOGGED}: {figure(step_s)} s a step over {steps}, not replayed: {why}."
         off = self.replay.step_s / step_s - 1
         said = f"predicted {figure(self.replay.step_s)} s a step, logged {figure(step_s)} s, {off:+.1%}"
-        return [f"{AS_LOGGED}: {said} ({logged.policy}, {steps})"]
+        return f"{AS_LOGGED}: {said} ({logged.policy}, {steps})"
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the table of policies with its head, the log itself first."""
@@ -137,7 +136,9 @@ class Plan:
         """Returns the HTML of all that a plan says, around its drawing."""
         caution = self.workload.caution
         note = f'<p class="note" role="status">{_sentence(caution)}</p>' if caution else ""
-        shown = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in [self.size(), *self.trust()])
+        shown = "<br>".join(
+            _sentence(line[:1].upper() + line[1:]) for line in filter(None, [self.size(), self.replayed()])
+        )
         best = min(self.rows, key=lambda row: row.step_s).policy
         policies = _table(self.cells(), {best: "best", AS_LOGGED: "logged"})
         cards = []

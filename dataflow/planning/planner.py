@@ -241,15 +241,7 @@ def sweep(
     on_value: Callable[[str], None] = lambda text: None,
     outcomes: Outcomes | None = None,
 ) -> Sweep:
-    """Predicts presets at each value of a knob.
-
-    Args:
-        workload: what to run.
-        text: the knob and its range, see :func:`parse_sweep`.
-        names: names of the presets.
-        on_value: called before each prediction, for a progress display.
-        outcomes: see :func:`predict`.
-    """
+    """Predicts presets at each value of a knob."""
     knob, values = parse_sweep(text, workload)
     outcomes, rows = outcomes or Outcomes(), []
     for value in values:

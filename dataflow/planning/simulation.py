@@ -23,11 +23,6 @@ def simulate(
 ) -> tuple[Trace, WorkloadCosts]:
     """Runs a workload under a policy on the virtual clock.
 
-    Args:
-        workload: what to run.
-        policy: how its steps overlap.
-        unlimited: with a slot for every task and a server for every request.
-
     Returns:
         Its trace, and its costs with the service's load.
 

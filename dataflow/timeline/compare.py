@@ -22,12 +22,7 @@ _KEYS = [f"{mean}_{when}" for mean in ("accuracy", "score") for when in EVALUATE
 
 
 def compared(traces: Mapping[str, Trace], facts: Facts) -> list[dict[str, Any]]:
-    """Returns a row for each run, JSON-able; ``change`` is that of the time a step, against the first whole step's run.
-
-    Args:
-        traces: by name.
-        facts: of each run.
-    """
+    """Returns a row for each run, JSON-able; ``change`` is of the time a step, against the first run that has one."""
     rows: list[dict[str, Any]] = []
     for name, trace in traces.items():
         numbers, known = summary(trace), facts.get(name, {})

@@ -52,14 +52,7 @@ def draw(
     title: str | None = None,
     facts: Facts | None = None,
 ) -> None:
-    """Draws one run or several; the extension of ``out`` selects the kind, see :func:`check`.
-
-    Args:
-        traces: by the names to show.
-        out: the file; replaced atomically.
-        title: of a page.
-        facts: of each run, for a page, see :data:`dataflow.timeline.compare.Facts`.
-    """
+    """Draws one run or several; the extension of ``out`` selects the kind, see :func:`check`."""
     if Path(out).suffix.lower() == ".html":
         from dataflow.timeline.page.page import page
 

@@ -32,10 +32,6 @@ _DOWN = "/"
 def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
     """Returns a letter for each stage: that of its role, else a free one from its name, else any free one.
 
-    Args:
-        stages: in the order of the pipeline.
-        roles: of the stages that have one.
-
     >>> letters(["draw", "penalise_length"], {"draw": "samples"})
     {'draw': 'R', 'penalise_length': 'P'}
     """

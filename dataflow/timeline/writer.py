@@ -85,9 +85,6 @@ class TraceWriter:
     def close(self, trace: Trace) -> None:
         """Ends the file with the final meta and what depends on the whole trace. A second call does nothing.
 
-        Args:
-            trace: of everything that was added.
-
         Raises:
             RunError: see :meth:`add`.
         """

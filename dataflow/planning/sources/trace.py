@@ -41,11 +41,6 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     """Returns the workload of a trace.
 
-    Args:
-        trace: of a run.
-        source: its name, for messages.
-        config: of the plan.
-
     Raises:
         DataError: the trace has no complete step.
         ConfigError: a key contradicts what was measured.

@@ -25,11 +25,6 @@ def given_times(
 ) -> dict[str, Modelled]:
     """Returns the time of each stage that a key gives.
 
-    Args:
-        config: with the keys ``stages.NAME``.
-        stages: names of those that take time of their own; the others wait for rewards.
-        parse: reads a distribution.
-
     Raises:
         ConfigError: there is no such stage, or a time is none.
     """

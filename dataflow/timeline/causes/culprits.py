@@ -118,12 +118,7 @@ class _Last:
 
 
 def last_requests(marks: Iterable[Mark], validation: bool = False) -> dict[tuple[int, int], Mark]:
-    """Returns the last training request to end, by (step, part); the part is -1 if a step has a single one.
-
-    Args:
-        marks: of a trace.
-        validation: look at the requests of evaluations instead.
-    """
+    """Returns the last training request to end, by (step, part); the part is -1 if a step has a single one."""
     last: dict[tuple[int, int], Mark] = {}
     for mark in marks:
         step, part = mark.args.get("step"), mark.args.get("part", -1)
