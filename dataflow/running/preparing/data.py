@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, DataError, counted
-from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.managers import build_manager, scores_alone
 from dataflow.runner import Ahead
 
@@ -97,48 +96,34 @@ def check_same(recorded: Mapping[str, str], found: Mapping[str, str], config: Ru
         )
 
 
-def check_truths(config: RunConfig, train: Problems, val: Problems) -> list[str]:
+def check_truths(config: RunConfig, train: Problems, val: Problems) -> None:
     """Checks that the first rows are of the form that the reward manager needs, if it scores without a function.
 
-    Single bad rows are left to the failure rule, and a sentence that is returned names one; if all are bad, the data is
-    another. The held-out problems count if the run evaluates on them.
+    Single bad rows are left to the failure rule; if all are bad, the data is another. The held-out problems count if
+    the run evaluates on them.
 
     Raises:
-        DataError: it is not.
-    """
-    options = config.reward
-    if not scores_alone(options.manager, options.manager_path):
-        return []
-    manager = build_manager(options.manager, None, **options.manager_kwargs)
-    if not hasattr(manager, "check_truth"):
-        return []
-    key, rule = f"reward.manager={options.manager}", parse_rule(options.on_failure)
-    said = _bad_truths(manager, train._replace(rows=train.rows[:_TRUTHS]), key, rule)
-    if config.val.every:
-        held_out = val._replace(rows=val.rows[: min(_TRUTHS, config.data.val_size)])
-        said += _bad_truths(manager, held_out, key, rule.for_validation())
-    return said
-
-
-def _bad_truths(manager: Any, problems: Problems, key: str, rule: object) -> list[str]:
-    """Returns a sentence if some of the rows cannot be scored.
-
-    Raises:
-        DataError: none can.
+        DataError: none of them can be scored.
     """
     from dataflow.data.prompts import truth_of
 
-    bad: list[tuple[int, DataError]] = []
-    for at, row in enumerate(problems.rows):
-        try:
-            manager.check_truth(truth_of(row))
-        except DataError as error:
-            bad.append((at, error))
-    if not bad:
-        return []
-    (at, first), count = bad[0], len(problems.rows)
-    label = problems.labels[at]
-    if len(bad) == count:
-        raise DataError(f"{label}: {key}: {first}; {getattr(first, 'fix', 'give other data')}.") from first
-    return [f"{label}: {key}: {first}. Of the first {count} rows, {len(bad)} cannot be scored; they end by "
-            f"reward.on_failure={rule}."]  # fmt: skip
+    options = config.reward
+    if not scores_alone(options.manager, options.manager_path):
+        return
+    manager = build_manager(options.manager, None, **options.manager_kwargs)
+    if not hasattr(manager, "check_truth"):
+        return
+    for problems, most in ((train, _TRUTHS), (val, min(_TRUTHS, config.data.val_size) if config.val.every else 0)):
+        first: DataError | None = None
+        for row in problems.rows[:most]:
+            try:
+                manager.check_truth(truth_of(row))
+                break
+            except DataError as error:
+                first = first or error
+        else:
+            if first is not None:
+                raise DataError(
+                    f"{problems.labels[0]}: reward.manager={options.manager}: {first}; "
+                    f"{getattr(first, 'fix', 'give other data')}."
+                ) from first

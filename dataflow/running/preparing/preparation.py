@@ -230,9 +230,10 @@ class Preparation:
             raise ConfigError(keyed(said, name))
         return f"{scorer}, {counted(limits.concurrency, 'request')} in flight"
 
-    def _check_references(self, config: RunConfig) -> list[str]:
+    def _check_references(self, config: RunConfig) -> None:
         assert self.data.problems is not None
-        return check_truths(config, *self.data.problems) if MAIN in self.agents else []
+        if MAIN in self.agents:
+            check_truths(config, *self.data.problems)
 
     def _tokenize(self, config: RunConfig) -> str:
         """Makes the prompts; of a resumed run, checks that they are those that it was begun with."""
