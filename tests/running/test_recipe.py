@@ -69,10 +69,3 @@ def test_the_update_has_the_groups_and_epochs_of_the_run() -> None:
         "step",
     )
     assert (update.services["groups"], update.services["warmup"]) == (8, 2)
-
-
-def test_with_bypass_mode_the_update_takes_the_log_probs_of_the_rollout() -> None:
-    reads = [read.field for read in actor_stage(config_of(), trainer=TRAINER, on="gpu").reads]
-    bypassed = actor_stage(config_of("algorithm.bypass_mode=true"), trainer=TRAINER, on="gpu")
-    assert "old_log_probs" in reads
-    assert "old_log_probs" not in [read.field for read in bypassed.reads]

@@ -18,7 +18,7 @@ from dataflow.batch import Batch
 from dataflow.cli import main
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
-from dataflow.errors import ConfigError, PipelineError, StageFailed
+from dataflow.errors import ConfigError, StageFailed
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
 from dataflow.reward_agent import RewardAgent
 from dataflow.running.resume import check_changes
@@ -172,16 +172,6 @@ def test_a_failure_names_its_agent_and_its_section(tmp_path: Path) -> None:
     each = summary["rewards"]["agents"]
     for counts in each.values():
         assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"]
-
-
-def test_two_services_of_one_name_are_refused() -> None:
-    agents = [Hosted("reward", functools.partial(RewardAgent, function)) for function in (ones, slow)]
-    request, collect = agent_stages(agents[0])
-    again = [s.bind(name=f"again_{s.name}", agent=agents[1]) for s in (request, collect)]
-    renamed = {"reward_ticket": "again", "rewards": "again_rewards"}
-    stages = [rollout, request, collect, *(s.bind(renamed=renamed) for s in again), sync, update]
-    with pytest.raises(PipelineError, match="two services are named 'reward'; give one of them another name"):
-        Pipeline(stages, ["prompts", "scores"])
 
 
 TWO_JUDGES = load_pipeline_file(Path(__file__).parents[2] / "pipelines" / "two_judges.py")

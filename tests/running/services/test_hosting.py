@@ -109,19 +109,6 @@ def test_a_critic_that_cannot_read_what_the_actor_may_write_is_refused(tmp_path:
         check_trained(fits, "critic")
 
 
-def test_the_penalty_for_overlong_responses_follows_the_longest_one() -> None:
-    def kwargs(**reward: Any) -> Any:
-        config = RunConfig.model_validate({"engine": {"max_tokens": 7}, "reward": reward})
-        return reward_host(config).options["options"].manager_kwargs
-
-    assert kwargs(manager="dapo", manager_kwargs={"overlong_buffer_len": 2}) == {
-        "overlong_buffer_len": 2,
-        "max_response_length": 7,
-    }
-    assert kwargs(manager="dapo", manager_kwargs={"max_response_length": 5}) == {"max_response_length": 5}
-    assert kwargs() == kwargs(manager="dapo", manager_path="own.py") == {}
-
-
 def test_each_agent_has_its_section_its_host_and_its_resource(tmp_path: Path) -> None:
     values = {"name": "a", "runs": str(tmp_path), "rule": {"restarts": 1, "judge": {"url": "http://judge"}}}
     config = two_judges.Config.model_validate(values)
