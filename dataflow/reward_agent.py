@@ -25,7 +25,6 @@ from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.functions import check_methods, load_reward
 from dataflow.rewards.ledger import Answer, Ledger, key_of
-from dataflow.rewards.metrics import Metrics
 from dataflow.rewards.naming import MAIN, metric
 from dataflow.rewards.requests import (
     BESIDE,
@@ -100,7 +99,6 @@ class RewardAgent:
         share_equal: whether requests in flight with the same prompt and response share one call.
         scorer: identifies what scores (its file, the judge's prompt); answers in the ledger by another one are not
             used.
-        metrics: receives the stats about once a second while they change (Ray's own metrics).
         frozen_exit: ends this process, which is the agent's own, when a call freezes it.
         name: of the agent among several of a run; its messages and metrics have it.
 
@@ -122,7 +120,6 @@ class RewardAgent:
         ledger: Ledger | None = None,
         share_equal: bool = False,
         scorer: str = "",
-        metrics: Metrics | None = None,
         frozen_exit: FrozenExit | None = None,
         name: str = MAIN,
     ) -> None:
@@ -146,7 +143,7 @@ class RewardAgent:
         self._unmetered = rated and self._tokens is None
         self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
         self._share_equal, self._scorer = share_equal, scorer
-        self._hedge, self._metrics, self._frozen_exit = Hedge(hedge_after), metrics, frozen_exit
+        self._hedge, self._frozen_exit, self._watched = Hedge(hedge_after), frozen_exit, False
         self.steps = Steps(parse_rule(on_failure), max_failed_share, self._on_cancel, name)
         self._counts: Counter[str] = self.steps.counts
         self._latency_s: deque[float] = deque(maxlen=_LATEST)
@@ -156,11 +153,7 @@ class RewardAgent:
         self._logs: set[asyncio.Task[None]] = set()
         self._log_failed = False
         self._reported: dict[str, float] = {}
-        self._report_timer: asyncio.TimerHandle | None = None
-        # Bound to the event loop by the first submit.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._calls: Calls
-        self._slots: Slots
+        self._calls, self._slots = Calls(self._on_abandoned), Slots(self.limits)
 
     # --- what stages call ---------------------------------------------------------------------------------------
 
@@ -193,10 +186,11 @@ class RewardAgent:
         """
         self.steps.check(step, samples, extra_groups, more)
         arguments = Arguments(samples, self._wants_ids)
-        self._bind()
+        if self._frozen_exit is not None and not self._watched:
+            self._frozen_exit.start()
+            self._watched = True
         state, requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
         self._spawn(self._admit(state, requests, arguments, clock.now()))
-        self._report_soon()
         return ticket
 
     async def collect(
@@ -229,8 +223,6 @@ class RewardAgent:
             RewardFailed: a request of the step failed, the step was cancelled, or one of ``groups`` is lost.
             DataflowError: a step never submitted or collected in full, k or order out of range.
         """
-        if self._loop is not None:
-            self._bind()
         batch = await self.steps.collect(step, k, order, last, groups)
         batch.meta["limits"] = self._slots.take_changes()
         if self._log is not None:
@@ -259,20 +251,20 @@ class RewardAgent:
             DataflowError: the user's ``usage`` raised an error or returned something else than finite numbers.
         """
         names = ("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED)
-        counts = {name: self._counts[name] for name in names}
-        now: dict[str, Any] = {"waiting": 0, "running": 0, "peak": 0, "abandoned": 0, "steps": len(self.steps.live)}
-        if self._loop is not None:
-            queues = self._slots.queues
-            now |= {
-                "waiting": self.steps.waiting(),
-                "running": self._slots.running,
-                "peak": self._slots.peak,
-                "abandoned": self._calls.abandoned,
-                "limit": {name: int(queue.limit) for name, queue in queues.items()},
-                "rate_limit_wait_s": sum(queue.waited_s for queue in queues.values()),
-            }
-        spent = {"tokens": self._counts["tokens"], **self._usage()}
-        return {**counts, **now, **spent, "latency_s": latency_summary(self._latency_s)}
+        queues = self._slots.queues
+        return {
+            **{name: self._counts[name] for name in names},
+            "steps": len(self.steps.live),
+            "waiting": self.steps.waiting(),
+            "running": self._slots.running,
+            "peak": self._slots.peak,
+            "abandoned": self._calls.abandoned,
+            "limit": {name: int(queue.limit) for name, queue in queues.items()},
+            "rate_limit_wait_s": sum(queue.waited_s for queue in queues.values()),
+            "tokens": self._counts["tokens"],
+            **self._usage(),
+            "latency_s": latency_summary(self._latency_s),
+        }
 
     def _usage(self) -> dict[str, float]:
         usage = getattr(self._reward, "usage", None)
@@ -295,16 +287,14 @@ class RewardAgent:
         """Cancels everything and closes the user's object, if it has ``close``. May be called twice."""
         if not self.steps.close():
             return
-        self._report()
-        if self._loop is not None:
-            if self._logs:
-                await asyncio.wait(self._logs, timeout=_CLOSE_S)
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=_CLOSE_S)
-            self._slots.close()
-            await self._calls.close()
+        if self._logs:
+            await asyncio.wait(self._logs, timeout=_CLOSE_S)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        self._slots.close()
+        await self._calls.close()
         self._ended = True
         try:
             if self.ledger is not None:
@@ -313,7 +303,7 @@ class RewardAgent:
             try:
                 await self._close_reward()
             finally:
-                if self._frozen_exit is not None and self._loop is not None:
+                if self._frozen_exit is not None and self._watched:
                     self._frozen_exit.close()
 
     async def _close_reward(self) -> None:
@@ -589,7 +579,6 @@ class RewardAgent:
                     self._route(request, replace(outcome, extras=own_copy(outcome.extras)))
                 else:
                     self._route(request, outcome)
-        self._report_soon()
 
     def _route(self, request: Request, outcome: Scored | Failed) -> None:
         """Gives a request its outcome; the last one of a group passes the group on."""
@@ -646,7 +635,6 @@ class RewardAgent:
         job.cancelled = request
         if job.task is not None:
             job.task.cancel()
-        self._report_soon()
 
     def _take_requests(self, job: Job) -> list[Request]:
         requests, job.requests = job.requests, []
@@ -668,27 +656,8 @@ class RewardAgent:
 
     # --- the event loop -----------------------------------------------------------------------------------------
 
-    def _bind(self) -> None:
-        """Binds the agent to the running event loop.
-
-        Raises:
-            DataflowError: no loop runs, or the agent is bound to another one.
-        """
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError as error:
-            raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
-        if self._loop is None:
-            if self._frozen_exit is not None:
-                self._frozen_exit.start()
-            self._calls, self._slots = Calls(self._on_abandoned), Slots(self.limits)
-            self._loop = loop
-        if self._loop is not loop:
-            raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
-
     def _now(self) -> float:
-        assert self._loop is not None
-        return self._loop.time()
+        return asyncio.get_running_loop().time()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a coroutine as a task of the agent; an error of it, which is the agent's own, ends all steps."""
@@ -708,7 +677,7 @@ class RewardAgent:
             fix = "give its own requests a time-out, or raise reward.timeout"
             self.steps.halt(f"{count} calls of '{name}' keep running after their time is over, {limit}; {fix}.", None)
 
-    # --- logs and metrics ---------------------------------------------------------------------------------------
+    # --- the user's log -----------------------------------------------------------------------------------------
 
     def _call_log(self, log: Callable[..., Any], rewards: Batch) -> None:
         """Calls the user's ``log`` with collected rewards; its first error is logged, and none ends the run."""
@@ -735,18 +704,3 @@ class RewardAgent:
         task = self._spawn(call())
         self._logs.add(task)
         task.add_done_callback(self._logs.discard)
-
-    def _report_soon(self) -> None:
-        """Schedules a report to the metrics, which covers all changes until then."""
-        if self._metrics is not None and self._report_timer is None and self._loop is not None:
-            self._report_timer = self._loop.call_later(self._metrics.every_s, self._report)
-
-    def _report(self) -> None:
-        if self._report_timer is None or self._metrics is None:
-            return
-        self._report_timer.cancel()
-        self._report_timer = None
-        try:
-            self._metrics.report(self.stats())
-        except Exception as error:
-            self.steps.on_bug(error)

@@ -83,6 +83,10 @@ def check_endpoints(reward: Any, limits: Limits) -> None:
             raise ConfigError(f"reward.endpoints={{{name}: ...}}: the reward calls no such endpoint{hint}")
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class Pace:
     """Spaces what begins evenly, so that no 60 seconds have more than an amount.
 
@@ -240,7 +244,6 @@ class Slots:
         self._local = Queue("", Limits(limits.concurrency))
         """Of what needs a slot but no service: rates, pauses and lowered limits do not apply."""
         self._all = [*self.queues.values(), self._local]
-        self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     async def acquire(self, item: Item, local: bool = False) -> Slot:
@@ -251,7 +254,7 @@ class Slots:
             local: whether it calls no service.
         """
         queue = self._local if local else self._queue_of(item)
-        waiting: asyncio.Future[Slot] = self._loop.create_future()
+        waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         item.waiting = waiting
         queue.push(item, waiting)
         self.fill()
@@ -276,7 +279,7 @@ class Slots:
 
     def fill(self) -> None:
         """Grants the free slots to the items with the best priority that may begin."""
-        now, next_at = self._loop.time(), math.inf
+        now, next_at = _now(), math.inf
         while self.running < self.limits.concurrency:
             best: tuple[tuple[int, int, int], Queue] | None = None
             next_at = math.inf
@@ -304,7 +307,7 @@ class Slots:
             if self._timer.when() == at:
                 return
             self._timer.cancel()
-        self._timer = None if at == math.inf else self._loop.call_at(at, self._on_timer)
+        self._timer = None if at == math.inf else asyncio.get_running_loop().call_at(at, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -329,7 +332,7 @@ class Slots:
         """
         self.running -= 1
         more = 0 if used is None else used - slot.tokens
-        slot.queue.end(slot, overloaded, failed, more, self._loop.time())
+        slot.queue.end(slot, overloaded, failed, more, _now())
         self.fill()
 
     def give_back(self, slot: Slot) -> None:
@@ -340,9 +343,9 @@ class Slots:
 
     def pause(self, queue: Queue, seconds: float) -> None:
         """Starts nothing at an endpoint for some seconds, as it asked; those without limits of their own share one."""
-        until, last = self._loop.time() + seconds, queue.paused_until
+        until, last = _now() + seconds, queue.paused_until
         queue.paused_until = max(last, until)
-        if seconds > LONG_S and last < self._loop.time():  # it looks like a run that stands still
+        if seconds > LONG_S and last < _now():  # it looks like a run that stands still
             logger.warning(
                 "reward agent: {} asks for a pause of {:.0f} s (Retry-After), in which nothing is sent to it; lower "
                 "reward.concurrency, or set reward.rpm.",

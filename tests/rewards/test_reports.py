@@ -1,10 +1,9 @@
-"""What the agent reports of its requests: counts, usage, Ray's metrics, records in trace and ledger; what is shared."""
+"""What the agent reports of its requests: counts, usage, records in trace and ledger; what is shared."""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -129,37 +128,7 @@ def test_a_user_object_that_does_not_close_keeps_nobody(logged: list[str]) -> No
     assert logged == ["WARNING reward agent: 'Stuck' has not closed within 10 s.\n"]
 
 
-# --- metrics and records ---------------------------------------------------------------------------------------
-
-
-class Told:
-    """Metrics that remember."""
-
-    every_s = 1.0
-
-    def __init__(self) -> None:
-        self.all: list[Mapping[str, Any]] = []
-
-    def report(self, stats: Mapping[str, Any]) -> None:
-        self.all.append({name: stats[name] for name in ("requested", "scored", "running", "waiting", "cancelled")})
-
-
-def test_metrics_are_reported_while_they_change_and_at_the_end() -> None:
-    async def body() -> None:
-        told = Told()
-        agent = agent_of(Reward(_1_0="never", _1_1="never"), metrics=told, limits=Limits(2))
-        agent.submit(1, samples(3))
-        await asyncio.sleep(5)
-        assert told.all[-1] == {"requested": 6, "scored": 2, "running": 2, "waiting": 2, "cancelled": 0}
-        count = len(told.all)
-        await asyncio.sleep(100)
-        assert len(told.all) == count, "nothing has changed"
-        agent.cancel(1)
-        await asyncio.sleep(0.1)
-        await agent.close()
-        assert told.all[-1] == {"requested": 6, "scored": 2, "running": 0, "waiting": 0, "cancelled": 4}
-
-    run_virtual(body)
+# --- records ---------------------------------------------------------------------------------------------------
 
 
 def test_the_requests_of_a_replaced_group_are_reported_with_the_next_groups() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.functions import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.rewards.ledger import Ledger, check_file
 from dataflow.rewards.managers import build_manager, check_manager, find_manager, limits_declared, scores_alone
-from dataflow.rewards.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.slots import Limits, check_endpoints
@@ -65,7 +65,7 @@ def build_agent(
         from dataflow.config.reward import RewardConfig
 
         options = RewardConfig()
-    if in_ray_worker():
+    if _in_ray_worker():
         redact_logs()
     keep_secrets([custom, default, options.manager_kwargs])
     reward: Any = None
@@ -95,10 +95,14 @@ def build_agent(
         ledger=kept,
         share_equal=options.share_equal,
         scorer=_scorer(custom, default, options),
-        metrics=RayMetrics(run, name) if in_ray_worker() else None,
         frozen_exit=_frozen_exit(options, retry.timeout_s, name),
         name=name,
     )
+
+
+def _in_ray_worker() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE
 
 
 def check_reward(
