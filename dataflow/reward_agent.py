@@ -55,12 +55,8 @@ from dataflow.usercode.load import describe, fix_of, name_of, raised, what_happe
 __all__ = ["BESIDE", "MAIN", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary",
            "load_reward", "metric"]  # fmt: skip
 
-_NO_SUMS = frozenset(
-    [
-        *("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED),
-        *("waiting", "running", "peak", "abandoned", "steps", "limit", "latency_s"),
-    ]
-)
+_COUNTS = ("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED)
+_NO_SUMS = frozenset((*_COUNTS, "waiting", "running", "peak", "abandoned", "steps", "limit", "latency_s"))
 """Stats that are no running totals, or that a step's own summary reports."""
 _ADMITTED = 64
 """Rows for which jobs are made before the event loop runs something else."""
@@ -150,7 +146,6 @@ class RewardAgent:
         self._by_key: dict[bytes, Job] = {}
         self._sequence, self._ended = 0, False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._logs: set[asyncio.Task[None]] = set()
         self._log_failed = False
         self._reported: dict[str, float] = {}
         self._calls, self._slots = Calls(self._on_abandoned), Slots(self.limits)
@@ -179,12 +174,11 @@ class RewardAgent:
             group_filter: which finished groups are left out, for extra ones to take their place.
 
         Raises:
-            DataflowError: a step submitted before, no rows, no group to collect, a group twice, a missing column, a
-                closed agent.
+            DataflowError: a step submitted before, no rows, a group twice, a missing column, a closed agent.
             RewardFailed: the agent has stopped, for too many failures or a budget that is spent; or the step has
                 failed since its first chunk was submitted.
         """
-        self.steps.check(step, samples, extra_groups, more)
+        self.steps.check(step, samples, more)
         arguments = Arguments(samples, self._wants_ids)
         if self._frozen_exit is not None and not self._watched:
             self._frozen_exit.start()
@@ -250,10 +244,9 @@ class RewardAgent:
         Raises:
             DataflowError: the user's ``usage`` raised an error or returned something else than finite numbers.
         """
-        names = ("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED)
         queues = self._slots.queues
         return {
-            **{name: self._counts[name] for name in names},
+            **{name: self._counts[name] for name in _COUNTS},
             "steps": len(self.steps.live),
             "waiting": self.steps.waiting(),
             "running": self._slots.running,
@@ -287,12 +280,10 @@ class RewardAgent:
         """Cancels everything and closes the user's object, if it has ``close``. May be called twice."""
         if not self.steps.close():
             return
-        if self._logs:
-            await asyncio.wait(self._logs, timeout=_CLOSE_S)
+        if self._tasks:  # all but calls of the user's log have been cancelled
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
         self._slots.close()
         await self._calls.close()
         self._ended = True
@@ -696,11 +687,7 @@ class RewardAgent:
                 await self._calls.run(log, keywords)
             except Exception as error:
                 if not self._log_failed:
-                    self._log_failed = True
-                    logger.warning(
-                        "reward log: '{}' raised {}; the run continues.", name_of(self._log), describe(error)
-                    )
+                    logger.warning("reward log: '{}' raised {}; the run continues.", name_of(log), describe(error))
+                self._log_failed = True
 
-        task = self._spawn(call())
-        self._logs.add(task)
-        task.add_done_callback(self._logs.discard)
+        self._spawn(call())

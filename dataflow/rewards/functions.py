@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 from dataflow.errors import ConfigError, an
 from dataflow.usercode.copies import own_options
 from dataflow.usercode.failures import is_interrupt
-from dataflow.usercode.load import describe, is_async, load_file, name_of, pick
+from dataflow.usercode.load import INSTALLED, describe, is_async, load_file, name_of, pick
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The keywords that verl calls a reward function with."""
@@ -69,10 +68,7 @@ def find_reward(target: str) -> Any:
         ConfigError: the module or the name does not exist.
     """
     module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward '{target}' cannot be found: {describe(error)}.") from error
+    return pick(load_file(INSTALLED + module, f"reward '{target}'"), name, f"reward '{target}'")
 
 
 def build_reward(

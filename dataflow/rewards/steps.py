@@ -59,7 +59,7 @@ class Steps:
 
     # --- submit -------------------------------------------------------------------------------------------------
 
-    def check(self, step: Step, samples: Batch, extra_groups: int, more: bool) -> None:
+    def check(self, step: Step, samples: Batch, more: bool) -> None:
         """Checks that samples can be submitted.
 
         Raises:
@@ -82,8 +82,6 @@ class Steps:
         if len({*ids, *before}) != len(ids) + len(before):
             twice = next(group for group, count in Counter([*before, *ids]).items() if count > 1)
             raise DataflowError(f"reward agent: step {step} holds group {twice} twice; sort rows by group.")
-        if extra_groups < 0 or (extra_groups >= len(ids) and not more):
-            raise DataflowError(f"reward agent: step {step} has {len(ids)} groups, {extra_groups} cannot be extra.")
 
     def add(
         self, step: Step, samples: Batch, extra_groups: int, more: bool, group_filter: GroupFilter | None = None

@@ -156,7 +156,7 @@ def test_keywords_of_the_users_own(tmp_path: Path) -> None:
     for name, kwargs, score in (("Mine", {"add": 5}, 8), ("scored", {"factor": 2}, 6), ("ready", {"factor": 3}, 9)):
         assert scored(build_reward(load_reward(path, name, kwargs), kwargs)) == score
     assert scored(build_reward(find_reward("dataflow.rewards.gsm8k:compute_score"))) == 0
-    with pytest.raises(ConfigError, match=r"judge:Jury' cannot be found"):
+    with pytest.raises(ConfigError, match=r"judge:Jury': it has no 'Jury'"):
         find_reward("dataflow.rewards.judge.judge:Jury")
 
 

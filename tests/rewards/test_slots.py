@@ -132,18 +132,6 @@ def test_limits_out_of_range_are_refused(options: dict[str, Any], message: str) 
 # --- order and slots -----------------------------------------------------------------------------------------
 
 
-def test_the_limits_of_all_and_of_an_endpoint_hold_and_one_that_is_full_holds_up_no_other() -> None:
-    async def then(rig: Rig) -> None:
-        for endpoint in ("a", "b", ""):
-            rig.push(10, endpoint=endpoint, seconds=1.0)
-        await asyncio.sleep(60)
-
-    rig = on_slots(Limits(5, endpoints={"a": Limits(2), "b": Limits(64)}), then)
-    assert len(rig.begun) == 30
-    assert [item.endpoint for item in rig.begun[:5]] == ["a", "a", "b", "b", "b"]
-    assert (rig.most["all"], rig.most["a"], rig.slots.peak) == (5, 2, 5)
-
-
 def test_a_cancelled_item_leaves_its_place_and_its_slot_to_the_next() -> None:
     async def then(rig: Rig) -> None:
         rig.push(seconds=1.0)
@@ -203,7 +191,7 @@ def test_an_item_says_what_it_has_waited_for(limits: Limits, pause_s: float, oth
 # --- rates ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rpm", [0.5, 3, 59, 60, 90])
+@pytest.mark.parametrize("rpm", [0.5, 59, 90])
 def test_no_minute_holds_more_requests_than_allowed_and_hardly_fewer(rpm: float) -> None:
     count = math.ceil(4 * rpm)
 
@@ -217,7 +205,7 @@ def test_no_minute_holds_more_requests_than_allowed_and_hardly_fewer(rpm: float)
     assert rig.times()[-1] <= 60 * count / rpm * 1.02 + 1
 
 
-@pytest.mark.parametrize("sizes", [[1], [10, 90], [500]])
+@pytest.mark.parametrize("sizes", [[10, 90], [500]])
 def test_no_minute_holds_more_tokens_than_allowed_and_hardly_fewer(sizes: list[int]) -> None:
     async def then(rig: Rig) -> None:
         for i in range(math.ceil(4000 * len(sizes) / sum(sizes))):
