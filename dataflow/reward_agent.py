@@ -89,8 +89,6 @@ class RewardAgent:
         max_failed_share: the run stops when more than this share of its latest requests has failed, see
             :class:`~dataflow.rewards.failure.FailedShare`.
         max_abandoned: number of abandoned calls that may still be running; None for as many as there are slots.
-        post_process_scores: sync or async; takes the scores of one whole group, in sample order, and returns as many,
-            which replace them. Used instead of the object's method.
         ledger: where requests and answers are recorded.
         share_equal: whether requests in flight with the same prompt and response share one call.
         scorer: identifies what scores (its file, the judge's prompt); answers in the ledger by another one are not
@@ -112,7 +110,6 @@ class RewardAgent:
         on_failure: str = "fail",
         max_failed_share: float = 0.1,
         max_abandoned: int | None = None,
-        post_process_scores: Callable[[list[float]], Any] | None = None,
         ledger: Ledger | None = None,
         share_equal: bool = False,
         scorer: str = "",
@@ -128,9 +125,9 @@ class RewardAgent:
         check_endpoints(compute_score, self.limits)
         if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
             self.retry = replace(self.retry, predicate=predicate)
-        self._group_method = post_process_scores or getattr(compute_score, "post_process_scores", None)
-        compute_group = None if self._group_method else getattr(compute_score, "compute_group", None)
-        self._group_method, self._compares = self._group_method or compute_group, compute_group is not None
+        self._compares = getattr(compute_score, "compute_group", None) is not None
+        method = "compute_group" if self._compares else "post_process_scores"
+        self._group_method: Callable[..., Any] | None = getattr(compute_score, method, None)
         self._wants_ids = bool(getattr(compute_score, "wants_response_ids", False))
         self._log = getattr(compute_score, "log", None)
         self._endpoint = getattr(compute_score, "endpoint", None) if self.limits.endpoints else None

@@ -74,13 +74,14 @@ class Machine(RuleBasedStateMachine):
     def start(self) -> None:
         self.model = Model(self.on_failure, self.share_equal, self.most, self.post, self.journal, self.cache)
         self.gate = Gate(self.model, self.loop)
+        if self.post:
+            self.gate.post_process_scores = add  # type: ignore[attr-defined]
         self.agent = RewardAgent(
             self.gate,
             limits=Limits(self.concurrency),
             retry=Retry(tries=TRIES, timeout_s=TIMEOUT, deadline_s=DEADLINE, backoff_s=0.0),
             on_failure=self.on_failure,
             max_failed_share=self.most,
-            post_process_scores=add if self.post else None,
             ledger=Ledger(self.directory / "ledger.db", "run", cache=self.cache),
             share_equal=self.share_equal,
         )

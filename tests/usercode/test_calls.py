@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,26 +85,10 @@ async def stubborn(seconds: float = 50.0) -> str:
     return "late"
 
 
-class Later:
-    """A callable object whose call is async."""
-
-    async def __call__(self) -> int:
-        await asyncio.sleep(0)
-        return 3
-
-
-class Handmade:
-    """Awaitable, but no coroutine."""
-
-    def __await__(self) -> Generator[Any, Any, int]:
-        yield from asyncio.sleep(0).__await__()
-        return 3
-
-
 # --- outcomes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [later, Later(), lambda: 3, lambda: later(), Handmade, lambda: later(later())])
+@pytest.mark.parametrize("function", [later, lambda: 3, lambda: later()])
 def test_every_kind_of_function_returns(function: Any) -> None:
     async def body(bench: Bench) -> None:
         assert await bench.run(function) == 3
@@ -178,13 +162,12 @@ def test_a_coroutine_that_swallows_its_cancellation_is_abandoned_until_it_ends()
     on_loop(body)
 
 
-@pytest.mark.parametrize("result", [1, later], ids=["number", "coroutine"])
-def test_a_thread_that_is_late_is_abandoned_until_it_returns(result: Any) -> None:
+def test_a_thread_that_is_late_is_abandoned_until_it_returns() -> None:
     hold = threading.Event()
 
     def late() -> Any:
         hold.wait()
-        return result() if callable(result) else result  # a coroutine that nobody awaits any more
+        return later()  # a coroutine that nobody awaits any more
 
     async def body(bench: Bench) -> None:
         with pytest.raises(TimedOut):

@@ -56,6 +56,8 @@ def samples(groups: int, n: int = 2, first: int = 0) -> Batch:
 
 def agent_of(reward: Any, rule: str = "fail", **options: Any) -> RewardAgent:
     retry = options.pop("retry", Retry(backoff_s=0.0, max_backoff_s=0.0))
+    if post := options.pop("post_process_scores", None):
+        reward.post_process_scores = post
     return RewardAgent(reward, on_failure=rule, retry=retry, **{"max_failed_share": 1.0, **options})
 
 
