@@ -175,7 +175,6 @@ class RewardAgent:
             RewardFailed: the agent has stopped, for too many failures or a budget that is spent; or the step has
                 failed since its first chunk was submitted.
         """
-        self.steps.check(step, samples, more)
         arguments = Arguments(samples, self._wants_ids)
         if self._frozen_exit is not None and not self._watched:
             self._frozen_exit.start()

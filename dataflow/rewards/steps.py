@@ -59,8 +59,10 @@ class Steps:
 
     # --- submit -------------------------------------------------------------------------------------------------
 
-    def check(self, step: Step, samples: Batch, more: bool) -> None:
-        """Checks that samples can be submitted.
+    def add(
+        self, step: Step, samples: Batch, extra_groups: int, more: bool, group_filter: GroupFilter | None
+    ) -> tuple[StepRequests, list[Request], Ticket]:
+        """Adds samples; returns their step, a request for each row, and their ticket.
 
         Raises:
             DataflowError: see :meth:`RewardAgent.submit <dataflow.reward_agent.RewardAgent.submit>`.
@@ -70,24 +72,18 @@ class Steps:
             raise DataflowError(f"reward agent: step {step} was submitted after close().")
         if self._halted is not None:
             raise RewardFailed(prefixed(self._halted[0], self._agent)) from self._halted[1]
-        known = self.live.get(step)
+        state = self.live.get(step)
         if more and step in self._ended:
             raise self._gone(step)
-        if step in self._ended or (known is not None and not (more and known.more)):
+        if step in self._ended or (state is not None and not (more and state.more)):
             raise DataflowError(f"reward agent: step {step} was submitted before; submit each step once.")
         if not len(samples):
             raise DataflowError(f"reward agent: step {step} has no samples to score.")
         ids = samples.ids
-        before = () if known is None else known.seen
+        before = () if state is None else state.seen
         if len({*ids, *before}) != len(ids) + len(before):
             twice = next(group for group, count in Counter([*before, *ids]).items() if count > 1)
             raise DataflowError(f"reward agent: step {step} holds group {twice} twice; sort rows by group.")
-
-    def add(
-        self, step: Step, samples: Batch, extra_groups: int, more: bool, group_filter: GroupFilter | None = None
-    ) -> tuple[StepRequests, list[Request], Ticket]:
-        """Adds checked samples; returns their step, a request for each row, and their ticket."""
-        state = self.live.get(step)
         if state is None:
             training = isinstance(step, numbers.Integral)
             number = str(step).removeprefix(BESIDE)
@@ -97,7 +93,7 @@ class Steps:
         requests = state.add(samples.groups.tolist())
         self.counts["requested"] += len(samples)
         self._failures.submitted(len(samples), state.rows)
-        return state, requests, Ticket(step, samples.ids, len(samples))
+        return state, requests, Ticket(step, ids, len(samples))
 
     # --- requests and groups ------------------------------------------------------------------------------------
 
