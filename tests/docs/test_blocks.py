@@ -43,7 +43,7 @@ OTHERS = {
     ("docs/checkpoints.md", "sync_weights[v]"): "a picture of tasks",
     ("docs/checkpoints.md", "runs/NAME/checkpoints/"): "a directory: test_docs_checkpoints.py makes one",
     ("docs/concepts.md", "rollout  on gpu"): "output: test_site.py",
-    ("docs/dry_runs.md", "ok           configuration"): "output on a machine without GPUs, shortened",
+    ("docs/dry_runs.md", "ok           pipeline"): "output on a machine without GPUs, shortened",
     ("docs/extending.md", "--- a/"): "test_docs_extending.py applies it",
     ("docs/extending.md", "[3.0, 2.0"): "output: test_docs_extending.py",
     ("docs/extending.md", "monitor 0 s"): "output: test_docs_extending.py",
