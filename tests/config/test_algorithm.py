@@ -19,16 +19,11 @@ def section(*args: str) -> AlgorithmConfig:
     return parse_overrides(RunConfig, args).algorithm
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_its_keys(name: str) -> None:
-    found = section(f"algorithm={name}")
-    assert {key: getattr(found, key) for key in PRESETS[name]} == PRESETS[name]
-
-
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_correction_sets_its_keys(name: str) -> None:
-    found = section(f"algorithm.rollout_correction={name}")
-    assert {key: getattr(found, key) for key in CORRECTIONS[name]} == CORRECTIONS[name]
+def test_a_preset_and_a_correction_set_their_keys() -> None:
+    for key, presets in (("algorithm", PRESETS), ("algorithm.rollout_correction", CORRECTIONS)):
+        for name, sets in presets.items():
+            found = section(f"{key}={name}")
+            assert {each: getattr(found, each) for each in sets} == sets
 
 
 def test_explicit_keys_win_over_presets() -> None:

@@ -31,23 +31,17 @@ def test_every_key_has_a_doc_line_and_a_line_in_the_list() -> None:
     [
         ("steps=5", "steps", 5),
         ("policy=mini-batch", "policy.preset", "mini-batch"),
-        ("policy.split=null", "policy.split", None),
         ("trainer.lr=1e-4", "trainer.lr", 1e-4),
-        ("trainer.lr=1", "trainer.lr", 1.0),
         ("trainer.betas=[0.9,0.95]", "trainer.betas", (0.9, 0.95)),
-        ("data.shuffle=false", "data.shuffle", False),
         ("data.train=a=b #1.jsonl", "data.train", "a=b #1.jsonl"),
         ("data.train=[a.jsonl,b.jsonl]", "data.train", ["a.jsonl", "b.jsonl"]),
-        ("name=2024_01", "name", "2024_01"),
         ("name='null'", "name", "null"),
         ("name=null", "name", None),
         ("judge.latency=uniform:1:40", "judge.latency", "uniform:1:40"),
         ("tracking.backends=[tensorboard,wandb]", "tracking.backends", ["tensorboard", "wandb"]),
-        ("tracking.backends=wandb", "tracking.backends", ["wandb"]),
         ("engine={n: 4}", "engine.n", 4),
         ("custom_reward_function.reward_kwargs.a=2", "custom_reward_function.reward_kwargs", {"a": 2}),
         ("reward={manager_kwargs: {a: '1e5', c: 1e5}}", "reward.manager_kwargs", {"a": "1e5", "c": 1e5}),
-        ("runs=./~x", "runs", "./~x"),
     ],
 )
 def test_a_value_arrives(arg: str, at: str, value: object) -> None:
@@ -62,8 +56,6 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
         ("trainer.worldsize=2", "unknown key 'trainer.worldsize'; did you mean 'trainer.world_size'?"),
         ("stpes=2", "unknown key 'stpes'; did you mean 'steps'?"),
         ("lr=1e-4", "unknown key 'lr'; did you mean 'trainer.lr'?"),
-        ("n=2", "unknown key 'n'; did you mean one of engine.n, val.n?"),
-        ("actor.optim.lr=1", "unknown key 'actor.optim.lr'; did you mean 'trainer.lr'?"),
         ("val={m: 4}", "unknown key 'val.m'; keys of 'val': every, n, temperature, top_p, top_k."),
         (
             "reward.models.a.prompt={foo: 1}",
@@ -73,15 +65,11 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
             "trainer.world_size=two",
             "trainer.world_size=two: give a valid integer, unable to parse string as an integer.",
         ),
-        ("steps=2.5", "steps=2.5: give a valid integer, got a number with a fractional part."),
         ("steps=0", "steps=0: give a number greater than 0."),
         ("checkpoint.every=true", "checkpoint.every=True: give a number, not true."),
         ("trainer.betas=[0.9]", "trainer.betas: give a list of 2 values, such as [0.9, 0.999]."),
         ("policy=", "policy.preset=: String should have at least 1 character."),
         ("trainer.lr=.nan", "trainer.lr=nan: give a finite number."),
-        ("trainer.betas=[0.9,1]", "trainer.betas=1: give a number less than 1."),
-        ("engine.top_p=1.5", "engine.top_p=1.5: give a number less than or equal to 1."),
-        ("data.shuffle=maybe", "data.shuffle=maybe: give a valid boolean, unable to interpret input."),
         ("policy.order=idx", "policy.order=idx: give 'arrival' or 'index'; did you mean 'index'?"),
         ("name=a/b", "name=a/b: give a plain directory name, without slashes, line breaks and outer spaces."),
         (
@@ -141,13 +129,6 @@ def test_a_policy_resolves_to_the_preset_with_what_is_given_over_it() -> None:
     assert PolicyConfig(preset="baseline", order="index").resolve(4) == SchedulingPolicy(1, 0, "index")
     assert PolicyConfig(split=2, max_staleness=2).resolve(4) == SchedulingPolicy(split=2, max_staleness=2)
     assert PolicyConfig(max_staleness=0).resolve(4) == SchedulingPolicy(split=4, max_staleness=0)
-
-
-def test_clip_ratio_spreads_to_the_sides_that_are_not_given() -> None:
-    both = parse_overrides(RunConfig, ["algorithm.clip_ratio=0.3"]).algorithm
-    assert (both.clip_ratio_low, both.clip_ratio_high) == (0.3, 0.3)
-    one = parse_overrides(RunConfig, ["algorithm.clip_ratio=0.3", "algorithm.clip_ratio_high=0.4"]).algorithm
-    assert (one.clip_ratio_low, one.clip_ratio_high) == (0.3, 0.4)
 
 
 class Inner(Section):
@@ -244,12 +225,9 @@ def test_dynamic_sampling_that_could_leave_nothing_out_is_refused(overrides: lis
     ("given", "words"),
     [
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator has no effect in this pipeline: the advantage of a"),
-        ("algorithm=rloo", "algorithm.adv_estimator has no effect"),
         ("algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss adds a KL term to the loss; leave it out."),
-        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.enable has no effect"),
         ("custom_reward_function.path=own.py", "it has no reward agent; leave it out."),
         ("reward.rpm=5", "reward.rpm has no effect in this pipeline: it has no reward agent"),
-        ("judge.model=m", "judge.model has no effect in this pipeline"),
         ("samples.every=5", "samples.every has no effect in this pipeline: it keeps no samples"),
     ],
 )

@@ -7,15 +7,11 @@ import contextlib
 import io
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dataflow.config.loading.pipeline_file import load_pipeline_file
-from dataflow.config.run import parse_overrides
-from dataflow.config.tools import ToolsConfig
 from dataflow.tools import Toolbox
 from dataflow.tools.reader import Hermes
 
@@ -26,9 +22,6 @@ DOC = ROOT / "docs" / "tools.md"
 TEXT = DOC.read_text(encoding="utf-8") if DOC.exists() else ""
 SHOWN = re.compile(r"(\(\.\./examples/tools/(\S+\.py)\)[^`]*?\n```python\n)(.*?)(\n```)", re.DOTALL)
 BLOCK = re.compile(r"^```python\n((?:(?!```).)*?)\n```\n\n```text\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
-COMMANDS = [
-    shlex.split(line) for line in re.findall(r"^    (dataflow run .*)$", TEXT.replace("\\\n", ""), re.MULTILINE)
-]
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -40,13 +33,6 @@ def test_the_file_it_shows_is_the_file() -> None:
     assert shown == {"prices.py": (ROOT / "examples" / "tools" / "prices.py").read_text(encoding="utf-8").strip()}
 
 
-def test_links_lead_somewhere_and_each_example_is_named() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert (DOC.parent / target).exists(), target
-    for file in (ROOT / "examples" / "tools").glob("*.py"):
-        assert f"examples/tools/{file.name}" in TEXT
-
-
 @pytest.mark.parametrize("number", range(len(BLOCK.findall(TEXT))))
 def test_python_blocks_print_what_is_said(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -55,22 +41,6 @@ def test_python_blocks_print_what_is_said(number: int, monkeypatch: pytest.Monke
     with contextlib.redirect_stdout(printed):
         exec(compile(code, f"{DOC.name}, block {number}", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().strip() == said
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[3:]))
-def test_commands_build_a_pipeline(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    module = load_pipeline_file(words[2])
-    config = parse_overrides(module.Config, words[3:])
-    stages = module.pipeline(config).by_name
-    how = stages["rollout"].services["talk"].tools.how
-    assert how == "auto" or how.parse("nothing") == []
-
-
-def test_names_it_uses_are_there() -> None:
-    keys = set(re.findall(r"`tools\.(\w+)", TEXT))
-    assert keys <= set(ToolsConfig.model_fields)
-    assert keys >= {"timeout", "max_turns", "max_response_tokens", "format"}
 
 
 def test_what_the_model_is_told_of_errors() -> None:

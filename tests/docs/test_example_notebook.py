@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-from dataflow import Trace
-from dataflow.drawing.notebook import shown
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -50,8 +47,3 @@ def test_the_notebook_runs_and_its_results_show_themselves(tmp_path: Path, monke
 def test_no_cell_was_saved_with_its_output() -> None:
     cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
-
-
-def test_a_trace_without_tasks_says_so_and_texts_are_no_markup() -> None:
-    assert "no task has ended yet" in Trace()._repr_html_()
-    assert "&lt;b&gt;" in shown("<b>")

@@ -93,20 +93,6 @@ def test_a_conversation_with_the_calculator(example: ModuleType, tiny_qwen: Path
         assert batch["response_text"][row].endswith(f"#### {results[row // 2]}")
 
 
-def test_a_random_model_on_the_real_engine(example: ModuleType, tiny_qwen: Path) -> None:
-    host, tools = bound(
-        example, tiny_qwen, "engine.rollout=hf", "engine.n=2", "engine.max_tokens=30", "data.max_prompt_length=200"
-    )
-    engine = host.build()
-    try:
-        batch = talk(engine, tools, problems(engine.vocabulary.tokenizer, 3)[0])
-    finally:
-        engine.close()
-    assert len(batch) == 6
-    lengths = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(dim=1)
-    assert batch["response_mask"].sum(dim=1).tolist() == lengths.tolist(), "it called nothing, so all is its own"
-
-
 def test_the_tiny_model_calls_in_mid_sentence(example: ModuleType) -> None:
     model = tiny_model()
     host, tools = bound(

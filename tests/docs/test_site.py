@@ -104,13 +104,3 @@ def test_the_snippets_of_the_concepts_run_and_print_what_they_say() -> None:
         for expression, value in re.findall(r"^(\S.*?)  # -> (.*)$", snippet, re.MULTILINE):
             assert str(eval(expression, names)) == value
     assert f"```text\n{names['pipeline'].explain().rstrip()}\n```" in text
-
-
-def test_what_is_compared_has_sources_with_dates() -> None:
-    text = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
-    notes = dict(re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", text[text.index("## Sources") :], re.MULTILINE))
-    cited = {number for group in re.findall(r"\[([\d, ]+)\](?!\()", text) for number in group.split(", ")}
-    assert cited == set(notes)
-    for note in notes.values():
-        assert "https://" in note
-        assert re.search(r"20\d\d-\d\d-\d\d", note), note

@@ -20,9 +20,8 @@ from safetensors.numpy import save_file
 
 from dataflow import __version__
 from dataflow.cli import main
-from tests.test_cli import PIPELINE, PROBLEM
+from tests.test_cli import PIPELINE
 
-TEXT = json.dumps(PROBLEM)
 Said = Callable[..., str]
 
 
@@ -60,9 +59,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: Path) -> 
     assert not left, f"input that is refused left something behind: {left}"
 
 
-@pytest.mark.parametrize(
-    "what", ["a directory", "no ledger", "below a file", "another database", "too long", "null", "a circle", "a pipe"]
-)
+@pytest.mark.parametrize("what", ["a directory", "no ledger", "another database"])
 def test_a_cache_that_cannot_be_used_is_refused_before_anything_starts(
     tmp_path: Path, refused: Said, what: str
 ) -> None:
@@ -71,21 +68,10 @@ def test_a_cache_that_cannot_be_used_is_refused_before_anything_starts(
         path.mkdir()
     elif what == "no ledger":
         path.write_text("text that is no database, long enough to be one " * 20)
-    elif what == "below a file":
-        path.touch()
-        path = path / "cache.sqlite"
     elif what == "another database":
         with closing(sqlite3.connect(path)) as db:
             db.execute("create table samples (step, score)")
             db.commit()
-    elif what == "too long":
-        path = tmp_path / ("x" * 300)
-    elif what == "a circle":
-        path.symlink_to(path)
-    elif what == "a pipe":
-        os.mkfifo(path)
-    else:
-        path = tmp_path / "a\0b"
     file = what in ("no ledger", "another database")
     before = path.read_bytes() if file else b""
     assert re.match(r"ConfigError: reward(\.cache=| ledger )", refused(f"reward.cache={path}"))
@@ -97,21 +83,9 @@ def test_a_cache_that_cannot_be_used_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (f"seed={2**64}", "less than or equal to 4294967295"),
-        ("trainer.betas=[.nan,0.9]", "finite number"),
-        ("name=a\nb", "plain directory name, without slashes, line breaks"),
         ("judge.url=[http://a,http://b]", "for several servers give a router's"),
-        ("data.train=a\nb.jsonl", "there is no such file"),
-        ("model.path=a\nb", "does not exist"),
-        ("model.path=" + "x" * 300, "is not a local directory"),
-        ("data.train=" + "x" * 300 + ".jsonl", "File name too long"),
-        ("runs=" + "x" * 300, "File name too long"),
-        ("custom_reward_function.path=" + "x" * 300, "File name too long"),
-        ("policy=Both", "did you mean 'both'"),
         ('policy="both', "put quotes around a text"),
         ("steps", "write it so, such as steps=5"),
-        ("steps=", "give a valid integer"),
-        ("x" * 100_000 + "=1", "unknown key"),
     ],
 )
 def test_a_value_that_is_wrong(refused: Said, argument: str, message: str) -> None:
@@ -152,7 +126,7 @@ def test_version_and_keys_need_no_pipeline(capsys: pytest.CaptureFixture[str]) -
     assert "trainer.lr=1.0e-06" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("place", ["{file}", "{file}/below", "/proc/runs", "/dev/null", "{link}", "/sys/runs"])
+@pytest.mark.parametrize("place", ["{file}", "/proc/runs", "{link}"])
 def test_runs_that_cannot_be_written(refused: Said, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -165,44 +139,33 @@ def test_a_run_of_that_name_is_there(refused: Said, tmp_path: Path) -> None:
     assert "exists; choose another name" in refused("name=mine")
 
 
-NO_FILES = {
-    "there is no such file": lambda path: None,
-    "it is a directory": lambda path: path.mkdir(),
-    "it is a device, a pipe or a socket": os.mkfifo,
-    "it is a device, a pipe or a socket ": lambda path: path.symlink_to("/dev/zero"),
-    "Too many levels of symbolic links": lambda path: path.symlink_to(path),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("why", [*NO_FILES, "File name too long"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, None], ids=["a pipe", "a directory", "nothing"])
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
         (["run", PIPELINE, "data.train={}"], ".jsonl"),
-        (["run", PIPELINE, "data.val={}"], ".parquet"),
         (["run", PIPELINE, "custom_reward_function.path={}"], ".py"),
         (["run", PIPELINE, "reward.manager=mine", "reward.manager_path={}"], ".py"),
         (["run", PIPELINE, "tools.path={}", "tools.names=[x]"], ".py"),
         (["run", "{}"], ".py"),
-        (["show", "{}"], ".py"),
-        (["timeline", "{}"], ".json"),
+        (["timeline", "{}"], ".gz"),
     ],
 )
 def test_a_path_that_leads_to_no_file(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, why: str, arguments: list[str], kind: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    make: Callable[[Path], None] | None,
+    arguments: list[str],
+    kind: str,
 ) -> None:
-    """A pipe that is opened would block for ever, and a device has no end."""
-    path = tmp_path / f"{'x' * 300 if why not in NO_FILES else 'mine'}{kind}"
-    if why in NO_FILES:
-        NO_FILES[why](path)
+    """A pipe that is opened would block for ever."""
+    path = tmp_path / f"mine{kind}"
+    if make is not None:
+        make(path)
     assert main([text.format(path) for text in arguments]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1, err
     assert f"{path}" in err
-    assert why.strip() in err or (kind == ".json" and why == "it is a directory")
-    assert f"did you mean '{path}'" not in err
 
 
 @pytest.mark.parametrize(
@@ -215,11 +178,6 @@ def test_a_path_that_leads_to_no_file(
         ("val.temperature=1e-7", "val.temperature=1e-07: the logits divided by it are infinite; give 0 (greedy)"),
         ("resume.allow=[polcy]", "resume.allow=[polcy]: unknown key 'polcy'; did you mean 'policy'?"),
         ("resume.allow=[policy,lr]", "resume.allow=[lr]: unknown key 'lr'; did you mean 'trainer.lr'?"),
-        ("custom_reward_function.name=mine", "custom_reward_function has options, and its path names no file"),
-        (
-            "custom_reward_function.reward_kwargs={a: 1}",
-            "custom_reward_function has options, and its path names no file",
-        ),
     ],
 )
 def test_settings_that_cannot_take_effect(refused: Said, arguments: str, message: str) -> None:
@@ -270,7 +228,6 @@ def test_a_model_that_is_not_whole(refused: Said, model: Path, name: str, conten
     ("arguments", "message"),
     [
         (["engine.max_tokens=32", "engine.rollout=hf"], "more than the 32 tokens that model"),
-        (["engine.max_tokens=40", "engine.rollout=hf"], "more than the 32 tokens that model"),
         (["engine.max_tokens=8", "engine.rollout=hf", "engine.stop_token_ids=[8]"], "has no token 8"),
         (["tools.names=[calculator]", "tools.max_response_tokens=32", "engine.rollout=hf"], "max_response_tokens=32"),
     ],
@@ -287,42 +244,15 @@ def test_a_response_that_does_not_fit_into_vllm(refused: Said, model: Path, monk
     assert "data.max_prompt_length=32 and engine.max_tokens=8 are together more than the 32 tokens" in said
 
 
-ROWS = {
-    "nothing": (b"", "the file is empty"),
-    "cut": (b'{"question": "Wh', "line 1: this is not JSON"),
-    "a list": (b"[1]", "line 1: this is not a JSON object"),
-    "digits": (TEXT[:-1].encode() + b', "x": ' + b"9" * 5000 + b"}", "line 1: this is not JSON (Exceeds the limit"),
-    "bytes": (TEXT.encode() + b"\n" + TEXT.replace("What", "\xe9").encode("latin-1"), "it is not UTF-8 text"),
-    "utf-16": (TEXT.encode("utf-16"), "it is not UTF-8 text"),
-    "a number": (b'{"question": 3, "answer": "#### 4"}', "line 1: the problem has no 'question'"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ROWS)
-@pytest.mark.parametrize("key", ["data.train", "data.val"])
-def test_rows_that_cannot_be_used(refused: Said, tmp_path: Path, case: str, key: str) -> None:
-    content, message = ROWS[case]
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    assert f"{tmp_path / 'rows.jsonl'}" in (said := refused(f"{key}={tmp_path / 'rows.jsonl'}"))
-    assert message in said
-
-
-@pytest.mark.parametrize(
-    "out", ["{gone}/x{kind}", "{folder}{kind}", "/proc/x{kind}", "x" * 300 + "{kind}", "/dev/null/x{kind}"]
-)
+@pytest.mark.parametrize("out", ["{gone}/x{kind}", "{folder}{kind}"])
 @pytest.mark.parametrize(
     ("command", "kind"),
     [
-        (["plan", "{source}"], ".png"),
         (["plan", "{source}"], ".html"),
-        (["timeline", "{source}"], ".html"),
         (["timeline", "{source}"], ".txt"),
         (["compare", "{source}", "{source}"], ".svg"),
-        (["compare", "{source}", "--predicted"], ".png"),
         (["compare", PIPELINE], ".html"),
         (["show", PIPELINE], ".mmd"),
-        (["show", PIPELINE], ".svg"),
     ],
 )
 def test_an_out_that_cannot_be_written_is_said_before_the_work(
@@ -338,12 +268,6 @@ def test_an_out_that_cannot_be_written_is_said_before_the_work(
     assert "-o " in err
     assert "no-run" not in err
     assert [path.name for path in tmp_path.iterdir()] == [f"folder{kind}"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unwritable to root")
-def test_directories_without_rights(refused: Said, tmp_path: Path) -> None:
-    (tmp_path / "locked").mkdir(mode=0o555)
-    assert "cannot be written" in refused(f"runs={tmp_path / 'locked' / 'runs'}")
 
 
 COSTS = """

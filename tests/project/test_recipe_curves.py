@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from dataflow.config.loading.pipeline_file import load_pipeline_file
-from dataflow.config.run import parse_overrides
-
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 LEARNS = {"0": 0.4, "5": 0.3, "10": 0.45, "15": 0.57}
 FAILS = {"0": 0.4, "5": 0.6, "10": 0.48, "15": 0.5}
@@ -48,18 +45,3 @@ def test_each_recipe_runs_once_for_each_seed_and_finished_ones_are_kept(
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].split() == ["b", "0.40", "0.51", "0.49"]
-
-
-@pytest.mark.slow
-def test_without_a_file_it_runs_all_recipes(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: dict[str, dict[str, Any]] = {}
-
-    def start(_runs: Path, name: str, pipeline: Path, **keys: Any) -> str:
-        begun[pipeline.stem] = keys
-        parse_overrides(load_pipeline_file(pipeline).Config, [f"{key}={value}" for key, value in keys.items()])
-        return name
-
-    monkeypatch.setattr(bench, "start", start)
-    assert bench.main(["seeds=1", f"out={tmp_path / 'curves.json'}"]) == 0
-    assert [name for name, keys in begun.items() if "reward.concurrency" not in keys] == ["distill"]
-    assert list(begun) == sorted(path.stem for path in (BENCHMARKS.parent / "pipelines").glob("*.py"))

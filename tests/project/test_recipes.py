@@ -63,9 +63,8 @@ def test_a_recipe_fits_on_the_gpus_that_it_is_for(
     show_gpus(monkeypatch, tmp_path / "bin", gpus)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-recipe-1234567890")
-    monkeypatch.setattr(needs, "cpu_memory", lambda: 512 * GIB)
     monkeypatch.setattr(needs, "free_disk", lambda place: 1000 * GIB)
-    monkeypatch.setattr(needs, "check_judge", lambda urls, *_: f"{urls[0]} answers")
+    monkeypatch.setattr(needs, "check_judge", lambda url, *_: f"{url} answers")
     (tmp_path / "data.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 1319)
     keys = [f"data.train={tmp_path / 'data.jsonl'}", f"data.val={tmp_path / 'data.jsonl'}", f"runs={tmp_path / 'r'}"]
     code = main(["run", str(recipe), "dry=true", "--json", f"model.path={models[size]}", *keys])

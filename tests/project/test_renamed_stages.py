@@ -65,7 +65,7 @@ def back(value: Any) -> Any:
     return re.sub(r"\b(" + "|".join(BACK) + r")\b", lambda m: BACK[m[1]], str(value))
 
 
-@pytest.fixture(params=["baseline", "mini-batch", "off-policy", "both"])
+@pytest.fixture(params=["baseline", "both"])
 def traces(request: pytest.FixtureRequest) -> tuple[Trace, Trace]:
     same = {name: name for name in NONSENSE}
     return run(grpo_pipeline(val_every=2), request.param, same), run(renamed(), request.param, NONSENSE)

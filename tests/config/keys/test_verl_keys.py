@@ -90,15 +90,11 @@ def test_every_key_is_one_of_verls() -> None:
     [
         ("data.train_batch_size", "is 'data.prompts' here"),
         ("+data.train_batch_size", "is 'data.prompts' here"),
-        ("data.train_batchsize", "verl's 'data.train_batch_size' is 'data.prompts' here"),
         ("trainer.save_freq", "is 'checkpoint.every' here: 0 saves none"),
         ("trainer.save_frequ", "verl's 'trainer.save_freq' is 'checkpoint.every' here"),
-        ("trainer.resume_mode", "is 'resume.mode' here"),
         ("trainer.resume_from_path", "'dataflow resume runs/NAME' resumes"),
-        ("trainer.max_actor_ckpt_to_keep", "is 'checkpoint.keep_last' here"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", "data.prompts divided by verl's value"),
         ("actor_rollout_ref.rollout.no_such_key", "section engine holds the options of rollout"),
-        ("actor_rollout_ref.hybrid_engine", "placement says whether engine and trainer share GPUs"),
         ("actor_rollout_ref.no_such_key", "sections model, engine, trainer and algorithm"),
         ("global_profiler", "has no counterpart here: a run writes trace.json"),
         ("reward_model.reward_manager", "is 'reward.manager' here"),
@@ -107,8 +103,6 @@ def test_every_key_is_one_of_verls() -> None:
             "is 'data.apply_chat_template_kwargs' here: the same options, without Hydra's +",
         ),
         ("critic.optim.lr", "has no critic; pipelines/ppo_critic.py trains one"),
-        ("critic", "has no critic; pipelines/ppo_critic.py trains one"),
-        ("reward_model.strategy", "sections reward, judge and custom_reward_function"),
     ],
 )
 def test_what_verl_calls_otherwise_is_named(key: str, message: str) -> None:
@@ -120,12 +114,7 @@ def test_what_verl_calls_otherwise_is_named(key: str, message: str) -> None:
     [
         ("data.train_batch_size", "data.train_size"),
         ("trainer.save_freq", "trainer.lr"),
-        ("trainer.save_every", "trainer.lr"),
-        ("engine.x", "engine.n"),
         ("trainer.micro_batch", "trainer.mini_batches"),
-        ("data.val_batch", "data.val_size"),
-        ("reward.retry_delay", "reward.tries"),
-        ("policy.name", "'name'"),
     ],
 )
 def test_no_hint_names_a_key_of_another_meaning(key: str, not_named: str) -> None:
@@ -140,21 +129,17 @@ def test_no_hint_names_a_key_of_another_meaning(key: str, not_named: str) -> Non
         ("engine.top-p", "engine.top_p"),
         ("reward.concurency", "reward.concurrency"),
         ("policy.staleness", "policy.max_staleness"),
-        ("trainer.lr.x", "trainer.lr"),
         ("++engine.max_tokens", "engine.max_tokens"),
-        ("DATA.TRAIN", "data.train"),
-        ("data/train", "data.train"),
     ],
 )
 def test_a_misspelt_key_is_named(key: str, named: str) -> None:
     assert f"did you mean '{named}'?" in said(key)
 
 
-@pytest.mark.parametrize("key", COMMON)
-def test_what_other_trainers_call_a_key_names_the_one_of_that_meaning(key: str) -> None:
-    ours, meaning = COMMON[key]
-    assert ours in OURS
-    assert said(key) == f"unknown key '{key}'; '{ours}' is {meaning}."
+def test_what_other_trainers_call_a_key_names_the_one_of_that_meaning() -> None:
+    for key, (ours, meaning) in COMMON.items():
+        assert ours in OURS
+        assert said(key) == f"unknown key '{key}'; '{ours}' is {meaning}."
 
 
 def test_sections_have_a_sentence_each() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dataflow.config.base import PipelineConfig
 from dataflow.config.loading.pipeline_file import inputs_of, load_pipeline_file, pipeline_of
-from dataflow.errors import ConfigError, PipelineError, UserError
+from dataflow.errors import ConfigError, UserError
 
 GOOD = '''
 """A pipeline."""
@@ -87,12 +87,6 @@ def read(file: Path) -> None:
     module = load_pipeline_file(file)
     inputs_of(module, PipelineConfig())
     pipeline_of(module, PipelineConfig())
-
-
-def test_a_users_error_passes(file: Path) -> None:
-    file.write_text("from dataflow.errors import PipelineError\nraise PipelineError('two stages')")
-    with pytest.raises(PipelineError, match="two stages"):
-        load_pipeline_file(file)
 
 
 def test_a_module_beside_a_pipeline_file_is_found_by_a_setting_that_the_error_names(file: Path) -> None:
