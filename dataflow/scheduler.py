@@ -181,7 +181,7 @@ class Scheduler:
         """Handles one event; returns the instructions that follow from it.
 
         Raises:
-            DataflowError: the event names a task that is not running, or does not fit it.
+            DataflowError: the event names a task that is not running.
         """
         entry = self._entries.get(self.graph.pipeline.task_of(event.id))
         if entry is None or entry.state != "running":
@@ -314,22 +314,18 @@ class Scheduler:
 
     # --- events -----------------------------------------------------------------------------------------------
 
+    # The groups that events name have been checked (executors/parts.py).
+
     def _emit(self, entry: _Entry, event: ChunkEmitted) -> None:
-        task, i, chosen = entry.task, event.id, self._steps[event.id.step].chosen
-        if i.parts != task.emits or i == task.id or i in chosen:
-            raise DataflowError(f"scheduler: {task} emits {task.emits} chunks, each once; {i} is none of those left.")
-        chosen[i] = event.groups
+        i = event.id
+        self._steps[i.step].chosen[i] = event.groups
         entry.history.append(f"emitted {i.part + 1} of {i.parts}")
-        self._wake(i, task.id)
+        self._wake(i, entry.task.id)
 
     def _end(self, entry: _Entry, event: TaskFinished) -> None:
-        task, chosen = entry.task, self._steps[event.id.step].chosen
-        if task.emits > 1 and (got := sum(i.stage == task.id.stage for i in chosen)) != task.emits:
-            raise DataflowError(f"scheduler: {task} ended after {got} of {task.emits} chunks.")
+        task = entry.task
         if task.stage.collects:
-            if event.groups is None:
-                raise DataflowError(f"scheduler: {task} collects a part but named no groups.")
-            chosen[task.id] = event.groups
+            self._steps[task.id.step].chosen[task.id] = event.groups
         self._estimates.learn(task, event.elapsed)
         self._move(entry, "done")
         self._unroll()
@@ -352,8 +348,6 @@ class Scheduler:
         if len(chosen) > 1:
             return tuple(sorted(group for groups in chosen for group in groups))
         groups, (i, n) = chosen[0], task.mini_batch
-        if len(groups) % n:
-            raise DataflowError(f"scheduler: {task}: a part of {len(groups)} groups does not make {n} mini-batches.")
         size = len(groups) // n
         return groups[i * size : (i + 1) * size]
 

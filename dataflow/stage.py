@@ -173,11 +173,6 @@ class Hosted:
                 f"Hosted('{self.name}', ...): {an(type(self.factory).__name__)} builds no service; give the class or "
                 "function itself, which is called in the service's process, and its arguments as a dict after it."
             )
-        if not isinstance(self.options, Mapping):
-            raise PipelineError(
-                f"Hosted('{self.name}', ...): its options are {an(type(self.options).__name__)}; give a dict of "
-                "keyword arguments."
-            )
 
     def build(self) -> Any:
         """Returns the service, built in this process."""

@@ -106,15 +106,6 @@ def test_edges_come_from_names():
     assert [s.name for s in pipeline.order] == ["rollout", "advantage", "actor_update"]
 
 
-def test_explain_says_what_feeds_what():
-    text = grpo_pipeline(val_every=3).explain()
-    assert "reads  weights_version from sync_weights (of 1 + max_staleness steps before)" in text
-    assert "reads  actor from actor_update (of the step before)" in text
-    assert "reads  prompts input" in text
-    assert "on gpu, once a mini-batch" in text
-    assert "on reward, every 3 steps" in text
-
-
 def test_stages_chart_gives_mermaid():
     lines = stages_chart(grpo_pipeline()).splitlines()
     assert lines[0] == "flowchart LR"

@@ -213,53 +213,6 @@ def test_an_event_out_of_place_is_an_error():
         s.handle(TaskFinished(TaskId(7, "one")))
 
 
-@stage(writes="report", on="io")
-def report(responses, rewards, table): ...
-
-
-@pytest.mark.parametrize("split", [1, 2])
-def test_the_groups_that_were_taken_are_those_of_what_follows(split):
-    """A step of four groups that was offered six."""
-    pipeline = Pipeline([*grpo_pipeline().stages, report], inputs=["prompts", "table"])
-    scheduler = Scheduler(expand(pipeline, SchedulingPolicy(split), 1, 2, groups=4))
-    taken = [(5, 0, 3, 4)] if split == 1 else [(5, 0), (4, 3)]
-    worked: dict[str, tuple[int, ...] | None] = {}
-    todo = scheduler.start()
-    while todo:
-        instruction = todo.pop(0)
-        if isinstance(instruction, Start):
-            task = instruction.task
-            worked[str(task)] = instruction.groups
-            groups = taken[task.id.part] if task.stage.collects else None
-            todo += scheduler.handle(TaskFinished(task.id, 1.0, groups))
-            scheduler.check()
-    expected = {
-        1: {"advantage[1]": taken[0], "actor_update[1.1]": (5, 0), "actor_update[1.2]": (3, 4), "report[1]": taken[0]},
-        2: {
-            "advantage[1.1]": (5, 0),
-            "advantage[1.2]": (4, 3),
-            "actor_update[1.1]": (5, 0),
-            "actor_update[1.2]": (4, 3),
-            # Once for all parts: in the order of the groups, as their values are joined.
-            "report[1]": (0, 3, 4, 5),
-        },
-    }
-    assert {name: groups for name, groups in worked.items() if groups is not None} == expected[split]
-
-
-def test_a_pipeline_that_runs_on_some_steps_only_ends_all_the_same():
-    @stage(writes="x", on="gpu", every=3)
-    def rare(prompts): ...
-
-    s = Scheduler(expand(Pipeline([rare], inputs=["prompts"]), SchedulingPolicy(), 7))
-    order, instructions = [], s.start()
-    while not any(isinstance(i, RunDone) for i in instructions):
-        starts = [i.task.id for i in instructions if isinstance(i, Start)]
-        order += starts
-        instructions = s.handle(TaskFinished(starts[0]))
-    assert [i.step for i in order] == [3, 6, 7]
-
-
 def test_what_a_rollout_hands_on_starts_its_rewards_while_it_runs():
     scheduler = Scheduler(expand(grpo_pipeline(), preset("baseline+stream", 1), 1, 1, groups=2))
     scheduler.start()

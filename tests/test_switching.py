@@ -247,19 +247,6 @@ def test_a_run_that_resumes_ends_as_it_would_have(dice, seed, step):
         assert sampled_with(resumed, restored, at) == sampled_with(seen, Restored(), at) == version(after, at)
 
 
-@QUICK
-@given(DICE, st.integers(0, 999), st.integers(2, 9))
-def test_a_run_that_resumes_and_changes_keeps_its_samples_within_their_steps_staleness(dice, seed, step):
-    begun = SchedulingPolicy(dice.choice([1, 2, 4]), dice.randint(0, 3), "index", dice.random() < 0.5)
-    whole = grpo(begun)
-    again = expand(whole.pipeline, begun, STEPS, 4, GROUPS, first=step + 1)
-    restored = cut(again, step)
-    _trace, seen, after, _points = switched(again, RandomCosts(seed, GROUPS, "index"), dice, most=3, restored=restored)
-    for at in range(step + 1, STEPS + 1):
-        assert sampled_with(seen, restored, at) == version(after, at)
-        assert sorted(g for _i, groups in trained(seen, [at]) for g in groups) == list(range(GROUPS))
-
-
 def sampled_with(seen: dict[TaskId, Seen], restored: Restored, step: int) -> int:
     """Returns the version that a step's samples are of."""
     if ("responses", step) in restored.fields:

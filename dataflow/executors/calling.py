@@ -83,7 +83,14 @@ def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
     Raises:
         DataflowError: the function returned another number of values, or one that can be read only once.
     """
-    values = _values_of(stage, result)
+    if len(stage.writes) == 1:
+        result = (result,)
+    elif stage.writes and (not isinstance(result, tuple) or len(result) != len(stage.writes)):
+        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise DataflowError(
+            f"stage '{stage.name}' writes {', '.join(stage.writes)} but its function returned {got}; return a tuple."
+        )
+    values = tuple(result) if stage.writes else ()
     for name, value in zip(stage.writes, values, strict=True):
         if (what := readable_once(value)) is not None:
             raise DataflowError(
@@ -91,19 +98,6 @@ def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
                 "once; return a list."
             )
     return values
-
-
-def _values_of(stage: Stage, result: Any) -> tuple[Any, ...]:
-    if len(stage.writes) == 1:
-        return (result,)
-    if not stage.writes:
-        return ()
-    if not isinstance(result, tuple) or len(result) != len(stage.writes):
-        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
-        raise DataflowError(
-            f"stage '{stage.name}' writes {', '.join(stage.writes)} but its function returned {got}; return a tuple."
-        )
-    return result
 
 
 def check_rows(stage: Stage, call: StageCall, fields: Sequence[Any], results: Sequence[Any]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.config.placement import placed
 from dataflow.engines.base import Sampling
 from dataflow.executors.inline import InlineExecutor
 from dataflow.graph import Hosted, Latest, Pipeline, stage
@@ -90,12 +89,9 @@ def executor(request: pytest.FixtureRequest) -> Any:
     return RayExecutor(num_cpus=2)
 
 
-def run(
-    executor: Any, policy: SchedulingPolicy, engine: Hosted, steps: int = 4, spare: int = 0, apart: bool = False
-) -> tuple[Any, ...]:
+def run(executor: Any, policy: SchedulingPolicy, engine: Hosted, steps: int = 4, spare: int = 0) -> tuple[Any, ...]:
     """Returns the trace, what the trainer was given, and what the engine was asked for."""
-    stages = placed(pipeline(engine, spare), "disaggregated") if apart else pipeline(engine, spare)
-    graph = expand(stages, policy, steps, BATCHES, groups=GROUPS)
+    graph = expand(pipeline(engine, spare), policy, steps, BATCHES, groups=GROUPS)
     trace = Trace(meta={"resources": dict(graph.pipeline.resources)})
     prompts = Batch(range(GROUPS + spare), {"prompt_ids": [[1]] * (GROUPS + spare)})
     runner = Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=trace)
@@ -143,15 +139,6 @@ def test_each_group_is_scored_and_used_once(executor: Any, name: str, order: Any
         assert min(emitted) < spans[f"rollout[{step}]"].end
         if isinstance(executor, InlineExecutor):  # between processes a chunk arrives later
             assert first < spans[f"rollout[{step}]"].end, "rewards start while others are still sampled"
-
-
-@pytest.mark.parametrize("name", ["mini-batch", "both+stream"])
-def test_every_policy_runs_with_gpus_of_its_own_for_the_engine(name: str) -> None:
-    engine = Hosted("rollout", FakeRollout, concurrent=True)
-    trace, trained, _asked = run(InlineExecutor(), preset(name, BATCHES), engine, apart=True)
-    assert trace.pools == ["train", "rollout"]
-    for at in range(0, len(trained), BATCHES):
-        assert sorted(group for ids, _scores in trained[at : at + BATCHES] for group in ids) == list(range(GROUPS))
 
 
 def test_a_streaming_run_scores_what_a_whole_one_does() -> None:
