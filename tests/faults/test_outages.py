@@ -63,39 +63,6 @@ def test_a_busy_server_gets_no_request_during_its_retry_after(server: FaultServe
     run(body())
 
 
-def test_an_adaptive_limit_gives_way_to_a_busy_server(server: FaultServer) -> None:
-    async def body() -> None:
-        server.behave("status:429:0", count=16)
-        agent = judged(server, PATIENT, limits=Limits(16, adaptive=True, floor=2))
-        agent.submit(1, samples(1, range(60)))
-        first = await agent.collect(1, 30)
-        check(first, 1, right=graded)
-        lowered = [limit for _at, _endpoint, limit in first.meta["limits"]]
-        assert min(lowered) < 16
-        assert min(lowered) >= 2
-        check(await agent.collect(1), 1, right=graded)
-        ended_well(agent)
-        await agent.close()
-
-    run(body())
-
-
-def test_a_retry_after_beyond_the_deadline_ends_the_request_at_once(server: FaultServer) -> None:
-    async def body() -> None:
-        server.behave("status:429:3600", count=1)
-        agent = judged(server, Retry(tries=5, deadline_s=20.0))
-        agent.submit(1, samples(1, [4], 1))
-        with pytest.raises(RewardFailed) as error:
-            await agent.collect(1)
-        story = str(error.value)
-        assert story.startswith("sample 0 of group 4 of step 1: 'compute_score' raised JudgeError: ")
-        assert "answered 429" in story
-        assert "its deadline of 20 s leaves no time for another; lower reward.rpm or reward.concurrency." in story
-        await agent.close()
-
-    run(body())
-
-
 def test_errors_for_a_while_are_waited_out(server: FaultServer) -> None:
     """500s for 10 s, at a tenth of that."""
 
@@ -146,43 +113,6 @@ def test_no_answer_or_one_after_the_deadline(server: FaultServer, mode: str, rul
     run(body())
 
 
-def test_a_late_answer_is_beaten_by_the_next_try(server: FaultServer) -> None:
-    async def body() -> None:
-        before = server.seen()["requests"]
-        server.behave("late:20", count=3)
-        agent = judged(server, Retry(tries=5, timeout_s=2.0, backoff_s=0.0))
-        agent.submit(1, samples(1, GROUPS))
-        rewards = await agent.collect(1)
-        check(rewards, 1, right=graded)
-        tries = [record.get("tries", 1) for record in rewards.meta["records"]]
-        # On a machine that stands still for so long, others are late too.
-        assert sum(number > 1 for number in tries) >= 3
-        assert 43 <= server.seen()["requests"] - before <= sum(tries)
-        ended_well(agent)
-        await agent.close()
-
-    run(body())
-
-
-def test_a_hedge_beats_a_call_that_hangs(server: FaultServer) -> None:
-    async def body() -> None:
-        before = server.seen()["requests"]
-        server.behave("hang", count=2)
-        agent = judged(server, Retry(tries=1, timeout_s=30.0), hedge_after=0.3)
-        agent.submit(1, samples(1, GROUPS))
-        rewards = await agent.collect(1)
-        check(rewards, 1, right=graded)
-        hows = [record.get("how") for record in rewards.meta["records"]]
-        assert 2 <= hows.count("hedged") <= agent.stats()["hedged"]
-        # A hedge may be cancelled before its request is sent.
-        assert before + 42 <= server.seen()["requests"] <= before + 40 + agent.stats()["hedged"]
-        await agent.close()
-        ended_well(agent)
-        assert server.seen()["in_flight"] == 0
-
-    run(body())
-
-
 def test_connections_that_break_are_made_anew(server: FaultServer) -> None:
     async def body() -> None:
         server.behave("reset", every=2)
@@ -218,25 +148,6 @@ def test_a_judge_killed_and_restarted_in_mid_flight(mortal: FaultServer, tmp_pat
         assert agent.stats()["retried"] >= 8
         ended_well(agent)
         assert ledger.counts()["answered"] == 96
-        await agent.close()
-
-    run(body())
-
-
-def test_a_judge_that_stays_down_ends_the_run_with_its_address(mortal: FaultServer) -> None:
-    async def body() -> None:
-        mortal.kill()
-        agent = judged(mortal, Retry(tries=3, backoff_s=0.01, max_backoff_s=0.01))
-        agent.submit(1, samples(1, GROUPS))
-        with pytest.raises(RewardFailed) as error:
-            await agent.collect(1)
-        story = str(error.value)
-        assert story.partition(":")[0].endswith("of step 1")
-        assert mortal.url in story
-        assert "on each of 3 tries" in story
-        assert "see that the judge at judge.url is up and can be reached from this machine" in story
-        stats = agent.stats()
-        assert stats["failed"] + stats["cancelled"] == stats["requested"] == 40
         await agent.close()
 
     run(body())

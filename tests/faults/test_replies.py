@@ -7,7 +7,7 @@ import pytest
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.judge import Judge
-from tests.faults.rig.samples import check, graded, left_out, run, samples
+from tests.faults.rig.samples import check, graded, run, samples
 from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
@@ -81,36 +81,3 @@ def test_it_ends_the_step_with_the_story_of_the_request(
         await agent.close()
 
     run(body())
-
-
-@pytest.mark.parametrize("rule", ["score:-1", "drop_sample", "drop_group", "replace_group"])
-@pytest.mark.parametrize("mode", ["none", "half_json", "reset", "status:400", "status:500"])
-def test_a_rule_takes_care_of_the_bad_ones_only(server: FaultServer, mode: str, rule: str) -> None:
-    async def body() -> None:
-        # One request after another: the 8th, 16th, ... that comes is refused, and that is known to be which sample.
-        server.behave(mode, every=8)
-        agent = agent_for(server, rule, limits=Limits(1), retry=Retry(tries=1))
-        spare = 3 if rule == "replace_group" else 0
-        agent.submit(1, samples(1, range(12 + spare)), extra_groups=spare)
-        rewards = await agent.collect(1, 12, order="arrival")
-        bad = [(3, 1), (7, 1), (11, 1)]
-        whole = [group for group in rewards.ids if (group, 1) not in bad]
-        check(rewards.select(whole), 1, right=graded)
-        if rule == "replace_group":
-            assert rewards.ids == (0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14)
-        elif rule == "score:-1":
-            assert [rewards.select([group])["score"].tolist() for group, _ in bad] == [
-                [graded(1, group, 0), -1.0] for group, _ in bad
-            ]
-        else:
-            assert left_out(rewards) == [row for row in _rows(bad) if rule == "drop_group" or row in bad]
-        stats = agent.stats()
-        assert stats["failed"] == 3
-        assert stats["scored"] + stats["failed"] + stats["cancelled"] == stats["requested"]
-        await agent.close()
-
-    run(body())
-
-
-def _rows(bad: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [(group, sample) for group, _ in bad for sample in range(2)]
