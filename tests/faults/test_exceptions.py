@@ -111,7 +111,7 @@ def test_errors_of_the_other_methods_are_reported(raises: Callable[..., Any], wh
             with pytest.raises(RewardFailed, match=said):
                 await agent.collect(1)
         if where == "usage":
-            with pytest.raises(DataflowError, match=f"stats: '.*' raised {said}"):
+            with pytest.raises(DataflowError, match=f"'.*' raised {said}"):
                 agent.stats()
         if where == "close":
             with pytest.raises(DataflowError, match=f"'.*' raised {said}"):
