@@ -201,11 +201,8 @@ def test_a_sweep_holds_a_row_for_each_value() -> None:
     ("text", "message"),
     [
         ("reward.concurency:1:4", "no knob is named 'reward.concurency'; did you mean 'reward.concurrency'?"),
-        ("reward.concurrency:1", "not of the form reward.concurrency:LOW:HIGH"),
-        ("reward.concurrency:a:b", "not of the form"),
+        ("reward.concurrency:a:b", "not of the form reward.concurrency:LOW:HIGH"),
         ("reward.concurrency:8:2", "give 1 <= LOW <= HIGH <= 100,000"),
-        ("reward.concurrency:0:2", "give 1 <= LOW"),
-        ("reward.rpm:1:1e12", "give 1 <= LOW"),
         ("mini_batches:3:3", "no number from 3 to 3 divides 4 prompts"),
     ],
 )

@@ -239,30 +239,6 @@ def test_each_group_is_there_with_its_last_sample() -> None:
     assert driven.ends("s", 3) == {0: 5.0, 1: 6.0, 2: 8.0}
 
 
-@pytest.mark.parametrize("foreseen", [True, False])
-def test_a_lower_order_overtakes_what_has_not_begun_and_never_what_has(foreseen: bool) -> None:
-    driven = Driven(2)
-    driven.submit("validation", 0.0, [(g, 4.0) for g in range(6)], order=(1, 0))
-    if not foreseen:
-        assert driven.advance(1.0) == []
-    driven.submit("train", 1.0, [(0, 1.0), (1, 5.0), (2, 1.0)], order=(0, 0))
-    for key, groups in (("train", 3), ("validation", 6)):
-        for _ in range(groups):
-            driven.wait(key, key)
-    # Both servers are with validation to 4; then train has one to 5 and to 6, the other to 9.
-    assert [(d.at, d.waiter, *d.groups) for d in driven.advance()] == [
-        (4.0, "validation", 0),
-        (4.0, "validation", 1),
-        (5.0, "train", 0),
-        (6.0, "train", 2),
-        (9.0, "train", 1),
-        (10.0, "validation", 2),
-        (13.0, "validation", 3),
-        (14.0, "validation", 4),
-        (17.0, "validation", 5),
-    ]
-
-
 def test_a_submission_on_a_delivery_precedes_work_that_begins_at_that_time() -> None:
     driven = Driven(1)
     driven.submit("validation", 0.0, [(0, 4.0), (1, 4.0), (2, 4.0)], order=(9, 0))
@@ -303,19 +279,6 @@ def test_without_a_limit_each_request_is_served_as_it_comes() -> None:
     driven = Driven(None)
     driven.submit("1", 2.0, [(0, 1.0), (1, 9.0), (0, 3.0)])
     assert driven.ends("1", 2) == {0: 5.0, 1: 11.0}
-
-
-def test_waiters_of_a_key_are_served_in_their_order_by_arrival_or_by_name() -> None:
-    samples = [(0, 4.0), (1, 1.0), (2, 3.0), (3, 2.0)]
-    for first, second, expected in (
-        (2, 2, [(2.0, "a", (1, 3)), (4.0, "b", (2, 0))]),
-        ((0, 1), (2, 3), [(4.0, "a", (0, 1)), (4.0, "b", (2, 3))]),
-    ):
-        driven = Driven(4)
-        driven.submit("s", 0.0, samples)
-        driven.wait("s", "a", first)
-        driven.wait("s", "b", second)
-        assert driven.advance() == expected
 
 
 def test_groups_that_are_there_before_somebody_waits_are_delivered_at_the_next_look() -> None:
