@@ -113,17 +113,6 @@ def test_calls(way: tuple[Read, Callable[..., str]], code: str) -> None:
     assert read(f"Hm.\n</think>\n{write(code)}", f"{PROMPT}<think>\n") == wanted
 
 
-def test_a_tag_in_an_argument_as_text() -> None:
-    for how, write in (("qwen3.5", xml_call), ("qwen3", json_call)):
-        ids = QWEN3.encode("<tool_call>", add_special_tokens=False)
-        for letter in (
-            write("MARK").removeprefix("<tool_call>").removesuffix("</tool_call>").replace("MARK", "</tool_call>")
-        ):
-            ids += QWEN3.encode(letter, add_special_tokens=False)
-        ids += QWEN3.encode("</tool_call><|im_end|>", add_special_tokens=False)
-        assert find_reader(how, QWEN3, [SCHEMA], {}).calls([], ids) == [ToolCall("run", {"code": "</tool_call>"})]
-
-
 def test_no_call(way: tuple[Read, Callable[..., str]]) -> None:
     read, write = way
     assert read("So it is 42.") == []
@@ -164,12 +153,6 @@ def test_the_model_is_told_what_is_wrong(how: str, body: str, error: str) -> Non
     (call,) = calls(how, QWEN3, f"<tool_call>{body}</tool_call>")
     assert call.error is not None
     assert call.error.startswith((error, "the tool call is not complete"))
-
-
-@pytest.mark.parametrize("how", ["qwen3", "hermes"])
-def test_a_broken_call_hides_no_other(how: str) -> None:
-    found = calls(how, QWEN3, f"{json_call('a')}<tool_call>{{'</tool_call>{json_call('b')}")
-    assert [(call.name, call.error is None) for call in found] == [("run", True), ("", False), ("run", True)]
 
 
 def built(family: str) -> tuple[Any, Any]:
@@ -252,15 +235,6 @@ def test_it_is_known_whether_a_format_is_guessed(warned: list[str]) -> None:
     (said,) = warned
     assert said.startswith("tools.format: the chat template does not render a chat with a system message (")
     assert "no system role" in said
-
-
-def test_a_family_that_cannot_be_built_hides_no_other(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(name: str, *_more: Any) -> Any:
-        raise OSError("no network") if name == "qwen3" else ValueError("no such token")
-
-    monkeypatch.setattr("dataflow.tools.reader._renderer", offline)
-    assert type(find_reader("auto", BARE, [SCHEMA], {})) is Reader
-    assert warned == ["tools.format: it cannot be told whether the chat template is that of qwen3 (no network)."]
 
 
 def test_a_family_that_the_tokenizer_is_not_of() -> None:

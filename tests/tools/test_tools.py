@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import pickle
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-from pydantic import Field
 
-from dataflow.errors import ConfigError, DataError
-from dataflow.tools import Tool, Toolbox, ToolCall, tool
+from dataflow.errors import ConfigError
+from dataflow.tools import Tool, Toolbox, ToolCall
 from dataflow.tools.calculator import calculator
 from dataflow.tools.reader import find_format
-from dataflow.tools.toolbox import tools_kwargs
 from tests.engines.drawing import run
 
 pytestmark = pytest.mark.timeout(60)
@@ -134,26 +132,6 @@ def test_a_box_travels_as_its_settings(file: str) -> None:
     assert list(again.tools) == ["lookup"]
 
 
-def test_a_box_finds_its_file_from_another_directory(
-    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sent = pickle.dumps(Toolbox(path="my_tools.py"))
-    monkeypatch.chdir("/")
-    assert list(pickle.loads(sent).tools) == ["lookup", "Die"]
-
-
-def test_names_that_pydantic_keeps_for_itself() -> None:
-    @tool()
-    def odd(copy: int, model_fields: str = "", title: Annotated[str, Field(description="Its title.")] = "") -> None: ...
-
-    one = Tool.of(odd)
-    assert one.schema["function"]["parameters"]["properties"]["title"]["description"] == "Its title."
-    assert one.arguments({"copy": 1, "title": "t"}) == {"copy": 1, "title": "t"}
-    with pytest.raises(ValueError, match="wrong arguments for odd: copy: Input should be a valid integer"):
-        one.arguments({"copy": "x"})
-
-
 # --- calls ---------------------------------------------------------------------------------------------------------
 
 
@@ -195,30 +173,6 @@ def test_what_a_tool_gets_is_its_own() -> None:
     kwargs = {"pops": {"stock": [1, 2, 3]}}
     assert answers(box, call, call, kwargs=kwargs) == [("[1, 1, 3]", False)] * 2
     assert (call.arguments, kwargs) == ({"words": [1], "facts": {"seen": [2]}}, {"pops": {"stock": [1, 2, 3]}})
-
-
-def test_a_class_that_cannot_be_built_is_tried_again() -> None:
-    tries: list[int] = []
-
-    class Shaky:
-        def __init__(self) -> None:
-            tries.append(1)
-            if len(tries) == 1:
-                raise OSError("not yet")
-
-        def __call__(self) -> str:
-            return "well"
-
-    box = Toolbox(names=("calculator",))
-    box.tools["Shaky"] = Tool.of(Shaky)
-
-    async def body() -> list[str]:
-        async with box.open() as caller:
-            own = caller.state({})
-            return [(await own.answer(ToolCall("Shaky"))).text for _ in range(3)]
-
-    assert run(body()) == ["error: OSError: not yet", "well", "well"]
-    assert len(tries) == 2
 
 
 def test_what_tools_return_becomes_text() -> None:
@@ -308,14 +262,6 @@ def test_calculator_refuses(expression: str, message: str) -> None:
         calculator(expression)
 
 
-def test_digits_are_the_sample_s_own() -> None:
-    box = Toolbox(names=("calculator",))
-    call = ToolCall("calculator", {"expression": "10 / 3"})
-    assert answers(box, call, kwargs={"calculator": {"digits": 3}}) == [("3.33", False)]
-    wrong = answers(box, ToolCall("calculator", {"expression": "1", "digits": 3}))
-    assert wrong == [("error: wrong arguments for calculator: digits: Extra inputs are not permitted", True)]
-
-
 # --- formats -------------------------------------------------------------------------------------------------------
 
 
@@ -332,13 +278,3 @@ def test_a_format_of_the_users_own(file: str) -> None:
 
 
 # --- configuration -------------------------------------------------------------------------------------------------
-
-
-def test_keywords_of_a_sample_are_mappings_by_tool() -> None:
-    given = {"calc": {"digits": 3, "base": None}, "search": None}  # as parquet gives what other rows have
-    assert tools_kwargs({"tools_kwargs": given}) == {"calc": {"digits": 3}}
-    assert tools_kwargs(None) == tools_kwargs({"tools_kwargs": None}) == {}
-    with pytest.raises(DataError, match=r"^extra_info: tools_kwargs is a list; give \{tool's name: \{\.\.\.\}\}\.$"):
-        tools_kwargs({"tools_kwargs": ["calc"]})
-    with pytest.raises(DataError, match=r"tools_kwargs of 'calc' is an int; give \{keyword: value\}\.$"):
-        tools_kwargs({"tools_kwargs": {"calc": 3}})

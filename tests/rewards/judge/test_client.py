@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import time
-from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from dataflow.errors import ConfigError
 from dataflow.rewards.judge.client import JudgeError, JudgeTimeout, JudgeUnreachable, address_of, check_judge
 from dataflow.rewards.judge.judge import Judge
 from tests.faults.rig.server import FaultServer
-from tests.rewards.judge.serving import RIGHT, Reply, answering, said, serving
+from tests.rewards.judge.serving import RIGHT, Reply, answering, serving
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,15 +29,9 @@ def refusing(status: int, body: Any = None, **headers: str) -> Reply:
 @pytest.mark.parametrize(
     ("status", "retry", "fix"),
     [
-        (400, False, "judge.model"),
         (401, False, "judge.api_key_env"),
-        (402, False, "what the server says"),
-        (403, False, "judge.api_key_env"),
         (404, False, "judge.url or judge.model"),
-        (408, True, "log of the server"),
-        (422, False, "judge.options"),
         (429, True, "lower reward.rpm or reward.concurrency"),
-        (500, True, "log of the server"),
         (503, True, "log of the server"),
     ],
 )
@@ -48,12 +40,6 @@ def test_statuses(status: int, retry: bool, fix: str) -> None:
     assert str(error).endswith(f"/v1/chat/completions answered {status}: no such luck")
     assert (error.status, error.retry, error.retry_after, error.fatal) == (status, retry, 3, False)
     assert fix in error.fix
-
-
-def test_retry_after_may_be_a_date() -> None:
-    error = answering(refusing(503, Retry_After=formatdate(time.time() + 3600, usegmt=True)))
-    assert 3000 < error.retry_after <= 3600
-    assert answering(refusing(503, Retry_After="soon")).retry_after is None
 
 
 def test_a_redirect_is_no_answer() -> None:
@@ -66,10 +52,7 @@ def test_a_redirect_is_no_answer() -> None:
     ("body", "status", "again"),
     [
         ({"error": {"code": 429, "message": "later"}}, 429, True),
-        ({"error": {"code": "rate_limit_exceeded", "message": "later"}}, 429, True),
         ({"error": {"code": 400, "message": "later"}}, 400, False),
-        ({"choices": [{"error": {"code": 502, "message": "later"}, "message": {"content": "Score: 1"}}]}, 502, True),
-        ({"error": "later"}, None, True),
     ],
 )
 def test_an_error_in_a_body_of_status_200_is_that_error(body: Any, status: int | None, again: bool) -> None:
@@ -146,17 +129,6 @@ def test_who_gives_up_hangs_up() -> None:
     with FaultServer() as server:
         server.behave("hang")
         asyncio.run(body(server))
-
-
-def test_many_calls_at_once() -> None:
-    async def body() -> None:
-        async with serving(said("Score: 1")) as url:
-            judge = Judge(url)
-            results = await asyncio.gather(*(judge.compute_score("d", RIGHT, "7") for _ in range(200)))
-            assert [result["score"] for result in results] == [1.0] * 200
-            await judge.close()
-
-    asyncio.run(body())
 
 
 @pytest.fixture

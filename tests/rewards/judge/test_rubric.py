@@ -72,17 +72,10 @@ def score_of(text: str, **options: Any) -> float:
     [
         "score: 0.5 \t",
         "Right.\r\nScore: 0.5\r\nThat is all.",
-        "Right.\u2028Score: 0.5",
         "**Score: 0.5**",
-        "**Score:** 0.5",
-        "Score: **0.5**",
-        "__Score: 0.5__",
         "```\nScore: 0.5\n```",
-        "'Score: 0.5'",
         "Score: 0.5.",
-        "Score:.5",
         "- Score: 0.5",
-        "> Score: 0.5",
         "### Score: 0.5",
         "Score\uff1a0.5",
     ],
@@ -97,16 +90,9 @@ def test_a_score_in_other_clothes(text: str) -> None:
         "",
         "It is right.",
         "Score: high",
-        "Score: nan",
         "Score: 1/1",
-        "Score: 1 of 1",
-        "Score: 0,5",
-        "Score: 1e0",
-        "Score: 1%",
         "Score: 1 (it is right)",
-        "Score:\n1",
         "Final score: 1",
-        '{"score": 1}',
         "**Score: 1**\nScore: 0",
     ],
 )
@@ -114,12 +100,6 @@ def test_what_may_mean_another_score_is_none(text: str) -> None:
     with pytest.raises(JudgeError, match=r"has [02] lines 'Score: <number>', not one: '.*'") as error:
         score_of(text)
     assert "Score: <0..1>" in error.value.fix
-
-
-@pytest.mark.parametrize("number", ["7", "-1"])
-def test_a_score_outside_the_range_is_none(number: str) -> None:
-    with pytest.raises(JudgeError, match=rf"the judge's score {number} is outside 0\.\.1: 'Score: {number}'"):
-        score_of(f"Score: {number}")
 
 
 def test_scores_of_another_form_and_range() -> None:
@@ -150,8 +130,6 @@ THOUGHTS = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 0"
         "<think>... Score: 0 ...</think>\nScore: 1",
         "Is it?\nScore: 0\nNo.\n</think>\n\nScore: 1",  # the template has written the tag
         "<think>Score: 0</think>So:\n<think>\nScore: 0\n</think>Score: 1",
-        "<THINKING>\nScore: 0\n</THINKING>Score: 1",
-        "[THINK]\nScore: 0\n[/THINK]Score: 1",
         "The response ends its <think> block.\nScore: 1",
         {"content": "Score: 1", "reasoning_content": "Score: 0"},
         {"content": "Score: 1", "reasoning": "Score: 0", "refusal": None, "tool_calls": []},
@@ -175,9 +153,6 @@ def test_the_verdict_is_behind_the_thinking(message: Any) -> None:
         ("<think>\nScore: 0\n</think>", "length", "'<think> Score: 0 </think>', and it ended by 'length'"),
         ("Score: 0\nhm</think>I cannot.", "stop", "has 0 lines 'Score: <number>', not one: 'I cannot.'"),
         ({"content": None, "reasoning_content": "Score: 1"}, "stop", "after the thinking 'Score: 1'"),
-        ({"content": None, "refusal": "I cannot."}, "stop", "has 0 lines 'Score: <number>', not one: ''"),
-        ("", "content_filter", "ended by 'content_filter'"),
-        ("Let me see.\nScore: 0\nBut", "length", "ended by 'length'"),
         ("Score: 1", "length", "ended by 'length'"),  # or 10
     ],
 )
@@ -197,10 +172,6 @@ def test_a_score_that_stands_first_counts_although_its_explanation_is_cut() -> N
     assert answering(said("Score: 1\nBecause", "length"))["score"] == 1
 
 
-def test_a_reply_that_the_server_broke_off_is_asked_for_again() -> None:
-    assert answering(said("Score: 1", "abort")).retry
-
-
 def test_the_beginning_of_a_long_reply_is_quoted_and_kept() -> None:
     error = answering("blah " * 1000)
     assert "'blah blah" in str(error)
@@ -209,7 +180,7 @@ def test_the_beginning_of_a_long_reply_is_quoted_and_kept() -> None:
     assert (result["score"], len(result["explanation"])) == (1, 2000)
 
 
-@pytest.mark.parametrize("piece", ["*", "- ", "score:", "Score: 1*", "1", ".", "<think>", "</think", "</a:"])
+@pytest.mark.parametrize("piece", ["*", "Score: 1*", "1", "<think>"])
 def test_a_long_reply_takes_time_in_proportion(piece: str) -> None:
     """With a pattern that is quadratic each would take many minutes."""
     with pytest.raises(JudgeError):

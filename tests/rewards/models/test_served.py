@@ -20,7 +20,6 @@ from dataflow.rewards.judge.client import JudgeError
 from dataflow.rewards.judge.rubric import transcript
 from dataflow.rewards.models.conversation import Renderer, messages_of
 from dataflow.rewards.models.served import ServedReward
-from dataflow.rewards.naming import keyed
 from tests.rigs.reward_servers import servers
 
 pytestmark = pytest.mark.timeout(90)
@@ -90,14 +89,6 @@ def test_the_conversation_is_sent_as_token_ids_with_one_begin(tmp_path: Path, te
 
 
 @pytest.mark.heavy
-def test_a_tokenizer_that_ends_a_text_ends_it_once(tmp_path: Path) -> None:
-    for name, template in (("plain", PLAIN), ("ended", WITH_BOS + "</s>")):
-        render = Renderer(model(tmp_path / name, template, ends=True), None, None, "k")
-        ids, _cut = render(messages_of("three", QUESTION))
-        assert words(ids) == "<s> <u> one two <a> three </s>"
-
-
-@pytest.mark.heavy
 def test_a_long_input_loses_its_begin_and_says_so(tmp_path: Path, logged: list[str]) -> None:
     async def body() -> None:
         async with servers(1) as (one,):
@@ -133,16 +124,6 @@ def test_without_a_path_the_server_renders_the_messages() -> None:
     assert columns == {"score": 0.5, "tokens": 7}
 
 
-def test_turns_and_images_become_text() -> None:
-    image = [{"type": "image", "image": b""}, {"type": "text", "text": "red?"}]
-    facts = {"raw_prompt": [{"role": "user", "content": image}], "conversation": [{"role": "tool", "content": "2"}]}
-    assert messages_of("x", facts) == [
-        {"role": "user", "content": "<image>red?"},
-        {"role": "tool", "content": "2"},
-    ]
-    assert messages_of("x", {"question": "q?"})[0] == {"role": "user", "content": "q?"}
-
-
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
@@ -174,27 +155,11 @@ def test_a_response_cannot_spell_special_tokens(tmp_path: Path) -> None:
     assert words(body["input"][0]) == "<s> <u> one two <a> three four"
 
 
-def test_a_reply_has_one_row_of_this_request() -> None:
-    for text in (
-        '{"data": [{"probs": [1]}, {"probs": [2]}]}',
-        '{"data": []}',
-    ):
-        error, _sent = ask({"text": text})
-        assert "answered without the scores of /classify" in str(error)
-
-
 def test_a_sigmoid_keeps_the_raw_score() -> None:
     columns, _sent = ask(score(-2.0), normalize="sigmoid")
     assert columns["score"] == pytest.approx(1 / (1 + math.exp(2)))
     assert columns["raw_score"] == -2.0
     assert ask(score(-1e4), normalize="sigmoid")[0]["score"] == 0.0
-
-
-def test_a_token_level_head_is_read_at_the_last_token() -> None:
-    columns, _sent = ask({"score": lambda _body: [[1.0], [2.0]]}, kind="pooling")
-    assert columns["score"] == 2.0
-    columns, _sent = ask({"score": lambda _body: [1.0, 2.0]}, kind="pooling")
-    assert "answered 2 numbers, where a score is one" in str(columns)
 
 
 def test_chat_is_a_judge_with_the_keys_of_its_prompt() -> None:
@@ -249,12 +214,6 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             ServedReward("rm", **{"url": address, **options})
     ServedReward("rm", None, path=model(tmp_path / "c"))  # before its servers run
-
-
-def test_an_agent_keeps_the_keys_of_models_in_its_messages() -> None:
-    assert keyed("raise reward.models.rm.timeout or reward.tries.", "style") == (
-        "raise reward.models.rm.timeout or style.tries."
-    )
 
 
 def test_requests_wait_for_a_server_that_is_restarted_and_say_so(warned: list[str]) -> None:

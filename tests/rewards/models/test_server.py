@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dataflow.errors import RunError
-from dataflow.rewards.models.server import Sleeper, flags, router_command, serve_command, server_environment
+from dataflow.rewards.models.server import Sleeper, router_command, serve_command, server_environment
 from dataflow.system.serving import Child, Port, reason_in
 from tests.rigs.processes import left
 from tests.rigs.stand_in_server import COMMAND
@@ -51,11 +51,6 @@ def test_the_command_of_a_router() -> None:
     assert "--prometheus-port 8 --policy cache_aware " in text
     assert text.endswith("--disable-retries --disable-circuit-breaker")
     assert "--policy round_robin" in " ".join(router_command(["http://a"], 8, "power_of_two"))
-
-
-def test_options_become_words() -> None:
-    found = flags({"runner": "pooling", "eager": True, "async": False, "seed": None, "x": {"a": 1}})
-    assert found == ["--runner", "pooling", "--eager", "--no-async", "--x", '{"a": 1}']
 
 
 def test_the_reason_is_the_first_error_of_the_last_start(tmp_path: Path) -> None:

@@ -22,12 +22,8 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
     [
         ("```python\na\n```", "\na\n"),
         ("```python\na\n``` or ```python\nb\n```", "\nb\n"),
-        ("```py\nc\n```", "c\n"),
         ("```\nd\n```", "\nd\n"),
-        ("```e = 1\nf```", "e = 1\nf"),
-        ("an open block ```python\ng", "\ng"),
         ("none", None),
-        ("", None),
     ],
 )
 def test_the_program_in_a_response(response: str, code: str | None) -> None:
@@ -57,19 +53,15 @@ def ran(case: Case) -> str:
     ("code", "verdicts"),
     [
         ("def f(n):\n    print(n)\n    return n", ["passed", "runtime_error"]),
-        ("from __future__ import annotations\nimport sys\ndef f(n: x): sys.stdout = None; return 1", ["passed"] * 2),
         ("import sys\nsys.exit(0)", ["runtime_error"] * 2),
         ("import os\nos._exit(0)", ["runtime_error"] * 2),
         ("import atexit, os\natexit.register(os._exit, 0)\ndef f(n): return 2", ["runtime_error"] * 2),
-        ("import os\nos._exit = 1\nprint(open(__file__).read() if '__file__' in globals() else '')\nexit()",
-         ["runtime_error"] * 2),
         ("x = '" + "''", ["runtime_error"] * 2),
         # Names that the wrapper uses are the program's to define, and to replace in vain.
         ("def f(n): return 1\ndef exec(a): pass\ndef compile(a): pass\ndef open(): pass\nos = write = mark = 1",
          ["passed"] * 2),
         # Tests and examples of its own, and what it does to its output, change nothing.
         ("import sys, unittest\ndef f(n): return 1\nif __name__ == '__main__': unittest.main()", ["passed"] * 2),
-        ("import pickle\nclass A: pass\npickle.dumps(A())\ndef f(n): return 1", ["passed"] * 2),
     ],
 )  # fmt: skip
 def test_a_statement_passes_only_if_it_is_reached(code: str, verdicts: list[str]) -> None:
@@ -96,18 +88,13 @@ def test_a_statement_may_go_with_an_input_and_an_output() -> None:
         ("merge", "class Solution:\n    def merge(self, a): return a", "passed"),
         ("search", "from re import *\nclass Solution:\n    def search(self, a): return a", "passed"),
         ("f", "def f(a): return a\nclass Solution:\n    def f(self, a): return 0", "passed"),
-        ("f", "class Solution:\n    def __init__(self): self.f = lambda a: a", "passed"),
-        ("fabs", "x = 1", "passed"),
         ("f", "x = 1", "runtime_error"),
         ("f", "def f(a: List[int]) -> Optional[int]: return gcd(a, math.comb(a, 1))", "passed"),
         ("f", "import numpy\ndef f(a): return numpy.int64(a)", "passed"),
         # What it prints, does as the main module and finds in its input is no result.
         ("f", "def f(a):\n    print('a is', a)\n    return a\nprint(f(5))", "passed"),
         ("f", "def f(a): return a\nif __name__ == '__main__': print(f(int(input())))", "passed"),
-        ("f", "import sys\nread = sys.stdin.read()\ndef f(a): return a", "passed"),
         ("f", "def f(a): exit()", "runtime_error"),
-        ("f", "import pickle\nclass A: pass\ndef f(a): return a if pickle.loads(pickle.dumps(A())) else 0", "passed"),
-        ("f", "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\ndef f(a): return A(a).b", "passed"),
     ],
 )
 def test_a_function_is_one_that_the_program_defines(name: str, code: str, verdict: str) -> None:
@@ -119,17 +106,10 @@ def test_a_function_is_one_that_the_program_defines(name: str, code: str, verdic
     ("output", "shown", "verdict"),
     [
         ("[2,1]", "[2, 1]", "passed"),
-        ("[0.50000]", "[0.5]", "passed"),
-        ('"abab"', '"abab"', "passed"),
         ("abab", '"abab"', "passed"),
         ('{"a": [true, null]}', '{"a": [true, null]}', "passed"),
-        ([1, "\u00e9"], '[1, "\\u00e9"]', "passed"),
-        ("2.00000", "2", "passed"),
         ("True", "true", "passed"),
-        ("{1}", '"{1}"', "passed"),
-        ('"ab "', '"ab"', "wrong_answer"),
         ("[1]", "[1, 2]", "wrong_answer"),
-        ("[1]", "[" * 10**5, "wrong_answer"),
         (3, "[3]", "wrong_answer"),
     ],
 )
@@ -148,27 +128,9 @@ CHECK = "def check(f):\n    assert f(1) == 2\n"
 
 
 @pytest.mark.parametrize(
-    "statement",
-    [
-        f"{CHECK}\ncheck(add)",
-        "if add(1) != 2:\n    raise ValueError",
-        "import unittest\nclass Test(unittest.TestCase): pass\nassert unittest.main(exit=False).result.wasSuccessful()",
-        "import numpy\nnumpy.testing.assert_equal(add(1), 2)",
-        "class Test:\n    def test(self):\n        assert add(1) == 2\nTest().test()",
-        "for n in range(2):\n    assert add(n) == n + 1",
-        "import sys\nif add(1) != 2: sys.exit(1)",
-    ],
-)
-def test_a_statement_that_can_fail_is_one(statement: str) -> None:
-    assert len(cases_of("p", {"assert_case": [statement]})) == 1
-
-
-@pytest.mark.parametrize(
     ("statement", "said"),
     [
         ("pass", "passes with every program"),
-        ("'text'", "passes with every program"),
-        ("# true", "passes with every program"),
         (CHECK, "call what it defines"),
         (f"METADATA = {{}}\n{CHECK}def other(): check(add)", "call what it defines"),
     ],
@@ -178,42 +140,17 @@ def test_a_statement_that_passes_with_every_program_is_an_error(statement: str, 
         cases_of("p", {"assert_case": [statement]})
 
 
-@pytest.mark.parametrize("given", ["1\n2", "1\n2\n", "1\r\n2\r\n\n"])
-def test_arguments_may_end_with_line_breaks(given: str) -> None:
-    (case,) = cases_of("def f(a, b): return a + b", {"fn_name": "f", "inputs": [given], "outputs": [3]})
-    assert ran(case) == "passed"
-
-
-def test_arrays_in_outputs_are_lists() -> None:
-    outputs = np.array([np.array([1, 2]), None], dtype=object)[:1]
-    truth = {"fn_name": "f", "inputs": np.array(["1"]), "outputs": outputs}
-    assert cases_of("p", truth)[0].expected == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("truth", "said"),
     [
         ("{", "is not JSON"),
-        ("[1]", "is a list"),
-        (None, "is a NoneType"),
-        ("7", "is an int"),
         ({}, "no list 'inputs'"),
         ({"inputs": ["1"]}, "no list 'outputs'"),
-        ({"inputs": "1", "outputs": "2"}, "no list 'inputs'"),
         ({"inputs": ["1"], "outputs": []}, "no list 'outputs' with an entry for each"),
-        ({"inputs": [], "outputs": []}, "no list 'inputs' with an entry for each test case"),
-        ({"assert_case": []}, "no list 'inputs'"),
-        ({"assert_case": "assert 1"}, "no list 'inputs'"),
         ({"assert_case": [5]}, "entry 0 of the ground truth's assert_case, 5, is no statement of Python"),
-        ({"assert_case": ["assert x", None]}, "entry 1 .* '', passes with every program"),
-        ({"assert_case": ["assert f(1"]}, "no statement of Python"),
-        ({"assert_case": ["assert 1"], "fn_name": "f"}, "both fn_name and assert_case"),
-        ({"fn_name": 5, "inputs": ["1"], "outputs": ["1"]}, "fn_name 5 is no name"),
         ({"fn_name": "f()", "inputs": ["1"], "outputs": ["1"]}, "fn_name 'f\\(\\)' is no name"),
         ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}, "entry 0 of .* inputs is a list; give each argument"),
         ({"fn_name": "f", "inputs": ["1", "a"], "outputs": [1, 2]}, "entry 1 of .*'a', is not JSON"),
-        ({"inputs": [{"a": 1}], "outputs": ["1"]}, "inputs is a dict; give the text"),
-        ({"inputs": [True], "outputs": ["1"]}, "inputs is a bool"),
         ({"inputs": ["1"], "outputs": [["a", "b"]]}, "entry 0 of .* outputs is a list; give the text"),
     ],
 )
@@ -228,12 +165,3 @@ def test_calls_and_statements_are_of_python_only() -> None:
         with pytest.raises(BadCases, match="which are Python, for programs in cpp"):
             cases_of("p", truth, language="cpp")
     assert cases_of("p", {"inputs": ["1"], "outputs": ["1"]}, language="cpp")[0].source == "p\n\n"
-
-
-def test_a_verdict_is_that_of_the_output_if_the_program_finished() -> None:
-    case = Case("p", "", "a")
-    assert case.verdict(Outcome("finished", "a\n\n")) == "passed"
-    assert case.verdict(Outcome("finished", "b")) == "wrong_answer"
-    assert case.verdict(Outcome("finished", " a")) == "wrong_answer"
-    assert case.verdict(Outcome("timeout", "a")) == "timeout"
-    assert Case("p", "").verdict(Outcome("finished", "anything")) == "passed"

@@ -20,7 +20,6 @@ from dataflow.errors import ConfigError
 from dataflow.rewards.sandbox import local
 from dataflow.rewards.sandbox.local import LocalSandbox, isolation
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError
-from tests.rigs.logs import logged
 from tests.rigs.processes import environment, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -87,19 +86,12 @@ def test_it_reads_its_input_and_writes_its_output(way: str) -> None:
 @pytest.mark.parametrize(
     ("source", "status", "said"),
     [
-        ("print(1)", "finished", ""),
-        ("import sys\nprint('a', flush=True)\nsys.exit(3)", "runtime_error", ""),
         ("1 / 0", "runtime_error", "ZeroDivisionError"),
-        ("def", "runtime_error", "SyntaxError"),
-        ("print('\ud800')", "runtime_error", ""),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "runtime_error", ""),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "runtime_error", ""),
         ("x = []\nwhile True: x.append(bytearray(10**7))", "memory_limit", "MemoryError"),
         ("import os\nwhile True: os.write(1, b'x' * 10**5)", "output_limit", ""),
         ("import os\nfor _ in range(500): os.write(2, b'y' * 10**5)\nprint(1)", "finished", "y" * 2000),
         ("f = open('a', 'wb')\nwhile True: f.write(b'0' * 10**6)", "runtime_error", "OSError"),
-        ("open('a', 'w').write('b')\nassert open('a').read() == 'b'", "finished", ""),
-        ("f = [open('/dev/null') for _ in range(1000)]", "runtime_error", "Too many open files"),
         ("import multiprocessing\nwith multiprocessing.Pool(2) as p: assert p.map(abs, [-1]) == [1]", "finished", ""),
     ],
     ids=lambda value: value if str(value).isidentifier() else "",
@@ -200,23 +192,6 @@ def test_a_failure_of_the_sandbox_is_no_outcome(way: str, monkeypatch: pytest.Mo
         with pytest.raises(SandboxError, match=r"was not started: no namespace|no process could be started") as caught:
             asyncio.run(box.run("print(1)", ""))
         assert caught.value.retry is True
-
-
-def test_one_line_says_what_is_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, "rlimits")
-    with logged() as messages:
-        for _ in range(2):
-            assert LocalSandbox(5, 512).isolation == "rlimits"
-    assert (
-        len([one for one in messages if "programs run within rlimits alone; not isolated: files, network" in one]) == 1
-    )
-    isolation.cache_clear()
-
-
-def test_the_best_way_that_works_is_used(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    worse = {"bwrap": ["unshare"], "unshare": ["rlimits"], "rlimits": []}[way]
-    only(monkeypatch, way, *worse)
-    assert isolation(LIMITS) == way
 
 
 def test_without_any_way_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.payload import Payload
 
-from dataflow.errors import ConfigError
 from dataflow.rewards.retry import is_transient, retry_after_s
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError
 from dataflow.rewards.sandbox.remote import RemoteSandbox, outcome_of
@@ -41,22 +39,13 @@ def run(url: str, timeout: float = 5) -> Outcome | SandboxError:
         (None, {**FINE, "return_code": 1}, "Failed", Outcome("runtime_error", "a\n", "e")),
         (None, {**FINE, "status": "TimeLimitExceeded"}, "Failed", Outcome("timeout", "a\n", "e")),
         ({**FINE, "return_code": 1}, None, "Failed", Outcome("compile_error", "", "runtime_error: e")),
-        ({"status": "TimeLimitExceeded"}, None, "Failed", Outcome("compile_error", "", "timeout: ")),
-        (FINE, FINE, "Success", Outcome("finished", "a\n", "e")),
         (None, {**FINE, "return_code": -9, "stdout": None}, "Failed", Outcome("runtime_error", "", "e")),
         # What follows holds no outcome of a program: verl scores most of it.
         (None, {**FINE, "stdout": None}, "Success", None),
         (None, {**FINE, "return_code": 1}, "Success", None),
         (None, {**FINE, "return_code": None}, "Failed", None),
         (None, {**FINE, "status": "Error"}, "Failed", None),
-        ({"status": "Error"}, None, "Failed", None),
-        ({**FINE, "status": "Error"}, FINE, "Success", None),
-        ("text", ["list"], "Failed", None),
-        (None, FINE, "Failed", None),
-        (None, {**FINE, "status": "Error"}, "Success", None),
-        (None, None, "Failed", None),
         (None, None, "SandboxError", None),
-        (None, FINE, "Else", None),
     ],
 )
 def test_a_reply_is_an_outcome_of_the_program_or_an_error(
@@ -96,9 +85,7 @@ def test_the_request_is_verls() -> None:
         (web.Response(status=504, text="late"), True, 0),
         (web.Response(status=429, headers={"Retry-After": "2"}), True, 2),
         (web.Response(status=400, text="no code"), False, 0),
-        (web.Response(text="<html>"), True, 0),
         ({"status": "SandboxError", "run_result": FINE}, True, 0),
-        ([], True, 0),
     ],
 )
 def test_errors_of_the_service_are_raised_and_say_whether_another_try_helps(
@@ -115,28 +102,6 @@ def test_errors_of_the_service_are_raised_and_say_whether_another_try_helps(
     assert url in str(found)
 
 
-def test_of_a_long_reply_only_the_beginning_is_read() -> None:
-    sent = 0
-
-    class Endless(Payload):
-        async def write(self, writer: Any) -> None:
-            nonlocal sent
-            await writer.write(b'{"status": "Success", "run_result": "')
-            while True:
-                await writer.write(b"a" * (1 << 20))
-                sent += 1
-
-        def decode(self, *_words: str) -> str:
-            return ""
-
-    async def answer(_body: dict[str, Any]) -> Any:
-        return web.Response(body=Endless(None))
-
-    with serving(answer) as (url, _):
-        assert run(url) == Outcome("output_limit")
-    assert 16 <= sent < 64
-
-
 def test_a_service_that_is_not_there_or_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("http://127.0.0.1:1")
     assert isinstance(found, SandboxError)
@@ -151,9 +116,3 @@ def test_a_service_that_is_not_there_or_never_answers(monkeypatch: pytest.Monkey
     assert isinstance(found, SandboxError)
     assert is_transient(found)
     assert "no answer within 0.3 s" in str(found)
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://a/b", "", "http://"])
-def test_no_address(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not an address"):
-        RemoteSandbox(url, 1, 1, "python")
