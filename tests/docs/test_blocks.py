@@ -28,7 +28,7 @@ PYTHON = {
     "docs/concepts.md": ("test_site.py", 3),
     "docs/dry_runs.md": ("test_pages.py", 1),
     "docs/extending.md": ("test_docs_extending.py", 2),
-    "docs/pipelines.md": ("test_docs_pipelines.py", 6),
+    "docs/pipelines.md": ("test_docs_pipelines.py", 4),
     "docs/rewards.md": ("test_docs_rewards.py", 5),
     "docs/tools.md": ("test_docs_tools.py", 3),
 }
