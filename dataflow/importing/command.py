@@ -85,8 +85,6 @@ def import_launch(words: Sequence[str]) -> Imported:
     name, *more = words
     if (at := main_of(words)) is not None:
         return import_settings(settings.of_launch(words[at + 1 :], "the launch"), "the launch", {})
-    if main_of(name.split()) is not None:  # in one word
-        return _of_script(name, Path.cwd() / "the launch", more)
     path = Path(name).expanduser()
     if "=" in name or name.startswith("-"):
         raise ConfigError(
@@ -97,22 +95,16 @@ def import_launch(words: Sequence[str]) -> Imported:
         raise ConfigError(f"import-verl: {path}: {why}; give a launch script of verl, or its resolved configuration.")
     try:
         text = decoded(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"import-verl: {path} cannot be read: {error.strerror}; correct its permissions.") from error
-    except ValueError as error:
-        raise ConfigError(f"import-verl: {path}: {error}.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"import-verl: {path}: {error}; give a text that can be read.") from error
     if path.suffix not in (".yaml", ".yml"):
-        return _of_script(text, path.absolute(), more)
+        launch = launch_of(text, path.absolute(), more, os.environ)
+        # A word without a key, such as $EXTRA_ARGS, may hold any.
+        known = [each for each in launch.arguments if not MARK.search(each.partition("=")[0])]
+        return import_settings(settings.of_launch(known, path.name), path.name, launch.unknown)
     if more:
         raise ConfigError(f"{path.name} is a whole configuration; change it there, and leave '{more[0]}' out.")
     return import_settings(settings.of_file(text, path.name), path.name, {})
-
-
-def _of_script(text: str, path: Path, more: Sequence[str]) -> Imported:
-    launch = launch_of(text, path, more, os.environ)
-    # A word without a key, such as $EXTRA_ARGS, may hold any.
-    known = [each for each in launch.arguments if not MARK.search(each.partition("=")[0])]
-    return import_settings(settings.of_launch(known, path.name), path.name, launch.unknown)
 
 
 def table() -> str:
