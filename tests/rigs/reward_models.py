@@ -1,4 +1,4 @@
-"""Tiny reward models on disk, their scores by transformers, and the processes that serve them."""
+"""Tiny reward models on disk, and their scores by transformers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
-
-from tests.rigs.processes import below, command
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 1024}
 """Heads are 32 wide, the least that vLLM's attention on CPU takes."""
@@ -51,9 +47,3 @@ def scores(path: Path, chats: Sequence[Sequence[dict[str, str]]]) -> list[float]
         with torch.no_grad():
             found.append(float(model(torch.tensor([ids])).logits[0, 0]))
     return found
-
-
-def servers(name: str) -> list[psutil.Process]:
-    """Returns the processes that serve a model for a run of this process."""
-    found = [(each, " ".join(command(each))) for each in below()]
-    return [each for each, words in found if "api_server" in words and f"--served-model-name {name} " in words]
