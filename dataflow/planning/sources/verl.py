@@ -40,13 +40,6 @@ _HIDDEN_S = 1.0
 """After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs."""
 _QUICK = 0.9
 """The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it."""
-_SLOW_FIRST, _SLOW_FIRST_S = 1.15, 5.0
-"""The run overlapped steps if its first step, which has none before it, waits longer by this factor and these seconds.
-
-Warm-up lengthens it by less: in the published runs the ratio is 1.3 and 1.7 with overlap, 1.0 without.
-"""
-_EARLY = 10
-"""Steps with which the first one is compared; later ones may differ since responses get longer or shorter."""
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -70,7 +63,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
     assumed = list(log.said)
     config = _with_settings(path, config, assumed)
-    overlap, doubt = _overlap(log)
+    overlap = _overlap(log)
     timed = bool(log.series(f"{SECONDS}adv")) or log.mean(f"{SECONDS}reward") > _HIDDEN_S
     needed: dict[str, object] = {"prompts": 1024, "responses": 5, "mini_batches": 4, "log.concurrency": 256}
     hint = ""
@@ -83,7 +76,7 @@ def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
     check_batch(prompts, mini_batches)
     if config.agents:
         raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
-    if not overlap and not doubt:
+    if not overlap:
         assumed.insert(
             0,
             "the log is taken for that of a baseline, whose loop waits for all rewards of a step before the update; a "
@@ -92,7 +85,6 @@ def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
     scattered = config.balance_batch is not False
     own, blocking = _rewards(log, config, concurrency, (prompts, responses), assumed, fit=not overlap), _blocks(log)
     own = replace(own, scattered=scattered)
-    cautions = (overlap, doubt, "" if overlap else _too_quick(config, own))
     if scattered:
         assumed.append(
             "verl distributes the batch over its ranks by length before scoring (balance_batch=false if not)."
@@ -145,7 +137,7 @@ def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
         assumptions=tuple(assumed),
         ran_with=" ".join(f"log.{key}={value}" for key, value in config.log if value is not None),
         logged=Logged("" if overlap else "baseline", total, len(whole)) if total else None,
-        caution=" ".join(filter(None, cautions)),
+        caution=overlap or _too_quick(config, own),
         seed=config.seed,
     )
 
@@ -188,31 +180,24 @@ def _with_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanCo
     return config.model_copy(update=new)
 
 
-def _overlap(log: Scalars) -> tuple[str, str]:
-    """Returns that the log is of a run that overlaps steps, and that it may be; each "" if nothing shows it.
+def _overlap(log: Scalars) -> str:
+    """Returns that the log is of a run that overlaps steps; "" if nothing shows it.
 
-    Such a run trains on samples of the step before: the first step has no work to hide its rewards behind, and after a
-    validation the rewards are there already.
+    Such a run trains on samples of the step before, so that after a validation the rewards are there already.
     """
     waits = log.series(f"{SECONDS}adv")
     later = [seconds for step, seconds in waits.items() if step > 1]
     if len(later) < 3 or (_blocks(log) and log.mean(f"{SECONDS}reward") > _HIDDEN_S):
-        return "", ""
-    usual, early = statistics.median(later), statistics.median(later[:_EARLY])
-    first = waits.get(1, 0.0)
-    slow = first > _SLOW_FIRST * early and first > early + _SLOW_FIRST_S
+        return ""
+    usual = statistics.median(later)
     after = [waits[step + 1] for step in log.series(f"{SECONDS}testing") if step > 0 and step + 1 in waits]
-    if usual >= _HIDDEN_S and after and statistics.median(after) < usual / 2:
-        return (
-            "this log is of a run that overlaps steps already, not of a baseline: steps usually wait "
-            f"{usual:.0f} s for rewards (timing_s/adv), those after a validation {statistics.median(after):.0f} s. Its "
-            "waits do not show how long rewards take."
-        ), ""
-    return "", (
-        "this log may not be of a baseline, but of a run that overlaps steps already (off-policy): steps usually wait "
-        f"{usual:.1f} s for rewards (timing_s/adv), its first step {first:.0f} s. A service that was slow at first "
-        "looks the same."
-    ) * slow
+    if usual < _HIDDEN_S or not after or statistics.median(after) >= usual / 2:
+        return ""
+    return (
+        f"this log is of a run that overlaps steps already, not of a baseline: steps usually wait {usual:.0f} s for "
+        f"rewards (timing_s/adv), those after a validation {statistics.median(after):.0f} s. Its waits do not show how "
+        "long rewards take."
+    )
 
 
 def _too_quick(config: PlanConfig, rewards: Rewards) -> str:

@@ -247,16 +247,6 @@ def test_waits_too_short_for_the_latency_are_said(log: str) -> None:
     assert not read_workload(log, [*NEEDED, "log.latency=10.5"])[0].caution
 
 
-@pytest.mark.parametrize(
-    ("waits", "said"), [([400, 300, 299, 301], "its first step 400 s"), ([300, 290, 285, 280], "")]
-)
-def test_a_slow_first_step_is_a_doubt(waits: list[object], said: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", {"gen": [9] * 4, "adv": waits, "update_actor": [4] * 4})
-    caution = read_workload(path, NEEDED)[0].caution
-    assert said in caution
-    assert bool(caution) == bool(said)
-
-
 def steps_of(path: Path, **more: list[object]) -> str:
     """Writes a log of ten steps of 98.5 s, with more timings in them."""
     usual: dict[str, list[object]] = {"gen": [40.0] * 10, "reward": [0.5] * 10, "old_log_prob": [8.0] * 10}
