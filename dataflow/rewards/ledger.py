@@ -137,7 +137,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._rows: dict[str, list[Sequence[Any]]] = {kind: [] for kind in _WRITES}  # of the next commit
         self._unsaved: dict[Any, str] = {}  # answers by request and, for the cache, by key
-        self._counts = dict.fromkeys((*_WRITES, "reused", "unstored"), 0)
+        self._unstored = False
         self._pool = ThreadPoolExecutor(1, "reward-ledger")  # the interpreter waits for it at its exit
         self._scheduled = self._closed = False
         self._flushing = threading.Event()
@@ -158,27 +158,26 @@ class Ledger:
         with self._lock:
             self._put("submitted", [(step, *request, now) for request in asked])
             known = self._known(step, asked)
-            self._counts["reused"] += len(known)
         with _errors(RunError, self.path, "it cannot be read"):
             return {place: Answer(*json.loads(text)) for place, text in known.items()}
 
     def answered(self, step: Step, group: int, sample: int, key: Key, answer: Answer, failed_tries: str = "") -> None:
         """Records an answer, and why its earlier tries failed.
 
-        An answer whose extras JSON cannot represent is not stored, and a resumed run requests it again. Such answers
-        are counted, and the first is logged.
+        An answer whose extras JSON cannot represent is not stored, and a resumed run requests it again. The first one
+        is logged.
         """
         place, score = (_plain(step), int(group), int(sample), key.hex()), float(answer.score)
         try:
             text = json.dumps([score, answer.extras, float(answer.latency_s), int(answer.tries)], default=_number)
         except (TypeError, ValueError, RecursionError) as error:
-            self._counts["unstored"] += 1
-            if self._counts["unstored"] == 1:
+            if not self._unstored:
                 logger.warning(
                     f"reward ledger {self.path}: an answer with the columns {', '.join(answer.extras)} is not stored "
                     f"({error}), so a resumed run requests it, and others like it, again; return numbers, strings, "
                     "lists, and dicts with strings as keys."
                 )
+            self._unstored = True
             return
         with self._lock:
             self._put("answered", [(*place, time.time(), score, text, _text(failed_tries), None)])
@@ -191,15 +190,6 @@ class Ledger:
         row = (_plain(step), int(group), int(sample), key.hex(), _text(story), _text(failed_tries))
         with self._lock:
             self._put("failed", [row])
-
-    def counts(self) -> dict[str, int]:
-        """Returns the counts of this object.
-
-        Returns:
-            ``submitted``, ``answered`` and ``failed`` requests; answers that were ``reused`` by :meth:`submitted` or
-            could not be stored (``unstored``).
-        """
-        return dict(self._counts)
 
     def spent(self) -> tuple[int, int, int]:
         """Returns how many of the run's answers state their tokens, these tokens, and the characters of the replies."""
@@ -254,7 +244,6 @@ class Ledger:
         """Adds rows to the next commit. Requires the lock."""
         self._check()
         self._rows[kind] += rows
-        self._counts[kind] += len(rows)
         if not self._scheduled:
             self._scheduled = True
             self._pool.submit(self._write)

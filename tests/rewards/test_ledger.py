@@ -143,8 +143,6 @@ def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> N
         ledger.answered(1, 1, 0, A, ANSWER)
         rows = [(0, sample, A) for sample in range(len(odd))]
         assert ledger.submitted(1, [*rows, (1, 0, A)]) == {(1, 0): ANSWER}
-        assert ledger.counts()["unstored"] == len(odd)
-        assert ledger.counts()["answered"] == 1
     assert len(said) == 1
     assert "the columns picture is not stored (JSON cannot represent an object)" in said[0]
 
