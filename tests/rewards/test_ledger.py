@@ -58,7 +58,16 @@ def test_a_resumed_run_gets_what_was_answered(path: Path) -> None:
         ledger.answered(1, *rows[1], OTHER)
     assert resumed(path, 1, *rows) == {(2, 0): ANSWER, (0, 1): OTHER}
     assert resumed(path, 1, *rows[1:4]) == {(0, 1): OTHER}
-    assert resumed(path, 1) == {}
+
+
+def test_an_answer_belongs_to_one_request_and_the_first_one_stays(path: Path) -> None:
+    one(path)
+    with closing(Ledger(path, "run")) as ledger:
+        ledger.answered(1, 0, 0, A, OTHER)
+    assert resumed(path, 1, (0, 0, A)) == {(0, 0): ANSWER}
+    for step, row in ((1, (0, 0, B)), (1, (0, 1, A)), (1, (1, 0, A)), (2, (0, 0, A)), ("1", (0, 0, A))):
+        assert resumed(path, step, row) == {}
+    assert resumed(path, 1, (0, 0, A), run="other") == {}
 
 
 def test_what_is_not_written_yet_is_found(path: Path) -> None:
