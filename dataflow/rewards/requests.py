@@ -336,18 +336,6 @@ class StepRequests:
         self.extra_groups -= 1
 
 
-def indistinct(scores: Sequence[float]) -> list[float]:
-    """Returns the scores of a group that float32 does not tell from another one of the group, or from 0.
-
-    >>> indistinct([1e8, 1e8 + 1, 2.0, 2.0]), indistinct([1e-46, 1.0])
-    ([100000000.0, 100000001.0], [1e-46])
-    """
-    held: dict[float, set[float]] = {0.0: {0.0}}
-    for score in scores:
-        held.setdefault(as_float32(score), set()).add(score)
-    return [score for score in scores if len(held[as_float32(score)]) > 1]
-
-
 def record(request: Request) -> dict[str, Any]:
     """Returns the trace's record of a request: its place, times, and anything unusual."""
     facts: dict[str, Any] = {

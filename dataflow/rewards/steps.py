@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import numbers
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,6 @@ from dataflow.rewards.requests import (
     StepRequests,
     Ticket,
     Waiter,
-    indistinct,
     latency_summary,
     record,
 )
@@ -356,10 +354,6 @@ def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
 def step_summary(state: StepRequests) -> dict[str, float]:
     """Returns the metrics of the collected part of a step, keyed by name without ``reward/``."""
     requests = state.ended
-    scores: dict[int, list[float]] = {}
-    for request in requests:
-        if request.kept and not math.isnan(request.score):
-            scores.setdefault(request.group, []).append(request.score)
     called = [request for request in requests if request.how not in ("ledger", "shared", "cancelled")]
     hows = [request.how for request in requests]
     latency = latency_summary([request.end - request.begin for request in called])
@@ -371,7 +365,6 @@ def step_summary(state: StepRequests) -> dict[str, float]:
         **{name: float(sum((request.notes or {}).get(name, 0) for request in called)) for name in ENDED},
         "hedged": float(hows.count("hedged")),
         "cached": float(hows.count("ledger") + hows.count("shared")),
-        "indistinct": float(sum(len(indistinct(of_group)) for of_group in scores.values())),
         **(
             {"filtered_groups": float(state.left_out), "equal_groups": float(state.equal)} if state.group_filter else {}
         ),

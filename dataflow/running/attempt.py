@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _WARNED = {
     "skipped_updates": "updates that changed nothing, as their gradient was not finite or no sample was left to train "
     "on; trainer.max_skipped of them in a row end the run",
-    "indistinct": "scores that float32, in which advantages are computed, does not tell from another one of their "
-    "group or from 0, so that they count as equal; leave out what the scores have in common, or scale them",
 }
 """Last parts of metrics whose first value but 0 is a warning, and what they count."""
 SHOWN_S = 0.5

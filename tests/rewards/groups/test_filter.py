@@ -91,7 +91,6 @@ def test_values_are_compared_in_float32_as_advantages_are() -> None:
         rewards = await agent.collect(1)
         assert rewards.ids == (3, 4)
         assert rewards.meta["step"]["filtered_groups"] == 3
-        assert rewards.meta["step"]["indistinct"] == 6, "three groups whose scores differ in float64"
         await agent.close()
 
     run_virtual(body)
