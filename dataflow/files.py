@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import hashlib
 import os
@@ -13,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dataflow.errors import RunError, nearest
-
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
 @contextmanager
@@ -140,8 +137,6 @@ def decoded(data: bytes) -> str:
     Raises:
         ValueError: the data is not UTF-8; the message is the end of a sentence about it.
     """
-    if data.startswith(_UTF16):
-        raise ValueError("it is UTF-16 or UTF-32 text; save it as UTF-8")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -47,8 +47,6 @@ class EngineConfig(Section):
     """Longest response in tokens, eos included."""
     stop: Texts = Field(default=[])
     """Tokens that end a response besides the model's own, as the tokenizer writes them."""
-    stop_token_ids: list[NonNegativeInt] = Field(default=[])
-    """The same as ids."""
     replicas: Annotated[int, Field(gt=0, le=65536)] = 1
     """Engines that share a step's prompts, each in a process of its own."""
     tensor_parallel: PositiveInt = 1

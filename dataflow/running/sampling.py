@@ -77,7 +77,7 @@ def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
         max_tokens=draw.max_tokens,
         min_p=draw.min_p,
         repetition_penalty=draw.repetition_penalty,
-        stop_token_ids=(*_stop_ids(config.model.path, tuple(draw.stop)), *draw.stop_token_ids),
+        stop_token_ids=_stop_ids(config.model.path, draw.stop),
     )
     own = {name: getattr(config.val, name) for name in ("n", "temperature", "top_p", "top_k")}
     return sampling, Sampling(max_tokens=draw.max_tokens, stop_token_ids=sampling.stop_token_ids, **own)

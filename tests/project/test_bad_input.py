@@ -228,7 +228,6 @@ def test_a_model_that_is_not_whole(refused: Said, model: Path, name: str, conten
     ("arguments", "message"),
     [
         (["engine.max_tokens=32", "engine.rollout=hf"], "more than the 32 tokens that model"),
-        (["engine.max_tokens=8", "engine.rollout=hf", "engine.stop_token_ids=[8]"], "has no token 8"),
         (["tools.names=[calculator]", "tools.max_response_tokens=32", "engine.rollout=hf"], "max_response_tokens=32"),
     ],
 )

@@ -30,8 +30,6 @@ def test_stop_tokens_are_looked_up(tiny_qwen: Path) -> None:
     assert sampling_of(config)[0].stop_token_ids == (), "there is no model yet"
     config.model.path = str(tiny_qwen)
     assert sampling_of(config)[0].stop_token_ids == sampling_of(config)[1].stop_token_ids == (1,)
-    config.engine.stop_token_ids = [7]
-    assert sampling_of(config)[1].stop_token_ids == (1, 7)
     config.engine.stop = ["<|im_stop|>"]
     with pytest.raises(ConfigError, match=r"engine.stop: the tokenizer has no token '<\|im_stop\|>'; did you mean"):
         sampling_of(config)
