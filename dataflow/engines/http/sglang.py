@@ -11,25 +11,18 @@ from pathlib import Path
 from dataflow.engines.base import Sampling
 from dataflow.engines.http.server import Client, Wanted, check_model, reading
 
-PAGES = ("/model_info", "/get_model_info")
-"""Pages about the model; the one of older versions last."""
+PAGE = "/model_info"
 
 
 class SglangServer:
-    """The requests of one server, as those of :class:`~dataflow.engines.http.vllm.VllmServer`.
+    """The requests of one server, as those of :class:`~dataflow.engines.http.vllm.VllmServer`."""
 
-    Args:
-        client: of the server.
-        page: about its model, one of :data:`PAGES`.
-    """
-
-    def __init__(self, client: Client, page: str) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
-        self._page = page
 
     async def check(self, wanted: Wanted) -> str:
         """Checks that the server can serve a run; returns what it is."""
-        about, models = await self.client.get(self._page), await self.client.get("/v1/models")
+        about, models = await self.client.get(PAGE), await self.client.get("/v1/models")
         with reading("GET /v1/models"):
             root, longest = about["model_path"], int(models["data"][0]["max_model_len"])
         await check_model(self.client, wanted, longest, root, {}, {})
@@ -66,8 +59,8 @@ class SglangServer:
 
     async def label(self) -> str:
         """Returns the label of the weights that the server holds, which a restart loses."""
-        reply = await self.client.get(self._page)
-        with reading(f"GET {self._page}"):
+        reply = await self.client.get(PAGE)
+        with reading(f"GET {PAGE}"):
             return str(reply["weight_version"])
 
     async def load(self, directory: Path, label: str) -> None:

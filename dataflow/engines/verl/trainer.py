@@ -11,7 +11,6 @@ from dataflow.engines.verl.export import write_model
 from dataflow.engines.verl.loss import loss_of, value_loss_of
 from dataflow.engines.verl.model import TrainedModel
 from dataflow.engines.verl.process import quiet
-from dataflow.errors import ConfigError
 
 
 class VerlTrainer(TrainedModel):
@@ -73,13 +72,7 @@ class VerlTrainer(TrainedModel):
         return batch.like(old_log_probs=columns.pop("log_probs"), **columns)
 
     def ref_log_probs(self, batch: Batch) -> Batch:
-        """Returns ``ref_log_prob``, float32 ``[rows, R]``, of the frozen initial weights.
-
-        Raises:
-            ConfigError: the trainer was built without the reference.
-        """
-        if self.reference is None:
-            raise ConfigError("ref_log_probs needs the reference: build the trainer with reference=True.")
+        """Returns ``ref_log_prob``, float32 ``[rows, R]``, of the frozen initial weights; needs ``reference``."""
         bare = {"no_lora_adapter": True} if self.adapted else {}
         columns = self._infer(self.reference, batch, ["log_probs"], calculate_entropy=False, **bare)
         return batch.like(ref_log_prob=columns["log_probs"])

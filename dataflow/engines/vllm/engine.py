@@ -54,7 +54,6 @@ class VllmRollout(Rollout):
         gpu_memory: the share of the GPU's memory that weights and cache may take.
         max_model_len: tokens of prompt and response together; None for P + R.
         tensor_parallel: number of GPUs (on a CPU: processes) that the model is split over.
-        options: further arguments of vLLM's ``AsyncEngineArgs``.
 
     Raises:
         RunError: vLLM does not start.
@@ -74,7 +73,6 @@ class VllmRollout(Rollout):
         max_model_len: int | None = None,
         in_flight: Literal["wait", "abort"] = "wait",
         tensor_parallel: int = 1,
-        options: Mapping[str, Any] | None = None,
     ) -> None:
         cuda = device == "cuda"
         super().__init__(model, max_prompt_length, "vLLM", cuda, in_flight)
@@ -125,7 +123,7 @@ class VllmRollout(Rollout):
             register(self._config)
         try:
             with safe_path():
-                self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | (dict(options or {}))))
+                self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as error:
             raise RunError(
                 f"rollout: vLLM does not start with model '{model}', kv_cache_bytes={kv_cache_bytes}, "

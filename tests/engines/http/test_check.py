@@ -45,8 +45,8 @@ def found(servers: list[FakeServer], model: str | None, longest: int = 64, wait_
 
 
 def test_both_kinds_are_found_out(model: str) -> None:
-    servers = [made(FakeVllm, model), made(FakeSglang, model), made(FakeVllm, model), made(FakeSglang, model, old=True)]
-    assert found(servers, model) == found(servers, None) == "2 x vLLM 0.31.0; 2 x SGLang"
+    servers = [made(FakeVllm, model), made(FakeSglang, model), made(FakeVllm, model)]
+    assert found(servers, model) == found(servers, None) == "2 x vLLM 0.31.0; 1 x SGLang"
 
 
 @pytest.mark.parametrize(
