@@ -35,13 +35,9 @@ class Shown:
 
 
 def images_of(row: Mapping[str, Any], key: str, label: str, home: Path) -> list[dict[str, Any]]:
-    """Returns the images of a row, each as ``bytes`` or ``path``, after a check of their form and number.
+    """Returns the images in a column of a row, each as ``bytes`` or ``path``, after a check of their form and number.
 
-    Args:
-        row: in verl's schema.
-        key: the column of its images (``data.image_key``).
-        label: of the row, for messages.
-        home: folder of the data file, from which relative paths count.
+    Relative paths count from ``home``, the folder of the data file.
 
     Raises:
         DataError: a cell is no image, or there are more or fewer images than places for them in the messages.

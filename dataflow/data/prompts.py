@@ -66,12 +66,7 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
 def load_prompts(
     config: Any, train: Problems, val: Problems, schemas: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[PromptSource, PromptSource]:
-    """Returns the prompts of a run, training and held-out.
-
-    Args:
-        config: a RunConfig whose ``model.path`` is a local directory.
-        train, val: the problems.
-        schemas: JSON schemas of the tools that the chat template describes in each prompt; None without tools.
+    """Returns the prompts of a run, training and held-out; ``model.path`` is a local directory.
 
     Raises:
         ConfigError: a prompt with the longest response does not fit into one pass of the trainer.
@@ -166,15 +161,10 @@ class PromptSource:
     def check_fits(self, room: Room, response: int, most: int | None = None) -> None:
         """Checks that the model can read each prompt with a response of up to ``response`` tokens.
 
-        Args:
-            room: positions and vocabulary of the model.
-            response: the longest, in tokens.
-            most: tokens that one pass of the trainer takes; None for any number.
-
         Raises:
             DataError: it is longer than the model can read.
             ModelError: the model has fewer tokens than the tokenizer.
-            ConfigError: it does not fit into one pass of the trainer.
+            ConfigError: it is longer than the ``most`` tokens that one pass of the trainer takes.
         """
         for prompt in self._prompts:
             tokens, highest = len(prompt.ids), prompt.ids.max(initial=0)

@@ -102,11 +102,9 @@ def verl_rows(
     """Returns rows, checked, with only the columns that are read; problems become rows as in verl's own script.
 
     Args:
-        given: rows of verl's schema, or problems (``question``, ``answer``).
+        given: rows of verl's schema, or problems (``question``, ``answer``), whose ``data_source`` is ``source``.
         labels: of each, for messages.
-        source: ``data_source`` of problems.
-        image_key: the column of images.
-        home: folder from which relative paths of images count.
+        image_key, home: see :func:`~dataflow.data.pictures.images_of`.
 
     Raises:
         DataError: a row is invalid.

@@ -99,14 +99,7 @@ def with_shown(places: torch.Tensor, shown: Sequence[Any], wide: int) -> torch.T
 
 
 def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: Any, pad: int) -> Batch:
-    """Returns samples as rows, see :meth:`~dataflow.engines.base.RolloutEngine.batch`.
-
-    Args:
-        prompts: holds their prompts.
-        samples: all of each group.
-        length: R, tokens that responses are padded to.
-        tokenizer: writes ``response_text``.
-        pad: the token to pad with.
+    """Returns samples as rows, see :meth:`~dataflow.engines.base.RolloutEngine.batch`, padded with ``pad``.
 
     Raises:
         DataflowError: there is no sample, groups differ in size, a response is longer than ``length``, or its log-probs

@@ -33,11 +33,7 @@ class Vocabulary:
 
 
 def undrawn(config: Any) -> list[int]:
-    """Returns the tokens that no response may have: each stands for a part of an image, where the trainer expects one.
-
-    Args:
-        config: the model's configuration.
-    """
+    """Returns the tokens that no response may have: each stands for a part of an image, as the trainer reads it."""
     names = ("image_token_id", "video_token_id") if hasattr(config, "vision_config") else ()
     return [int(getattr(config, name)) for name in names]
 

@@ -94,11 +94,8 @@ def _downloaded(name: str, key: str) -> Path:
 def check_files(path: Path, kind: str) -> dict[str, Any]:
     """Returns the configuration of a model, after a check that its architecture is of the kind that is needed.
 
-    transformers and vLLM give a model without the head a random one, and go on with that.
-
-    Args:
-        path: of the model's directory.
-        kind: ``chat`` (it writes), ``classify`` or ``pooling``.
+    transformers and vLLM give a model without the head a random one, and go on with that. The kinds are ``chat`` (it
+    writes), ``classify`` and ``pooling``.
 
     Raises:
         ModelError: there is none or it cannot be read, or the model is of another kind.
@@ -120,11 +117,7 @@ def check_files(path: Path, kind: str) -> dict[str, Any]:
 
 
 def check_head(path: Path, kind: str) -> int | None:
-    """Checks a reward model with a head that scores.
-
-    Args:
-        path: of the model's directory.
-        kind: ``classify`` or ``pooling``.
+    """Checks a reward model with a head that scores (``classify``, ``pooling``).
 
     Returns:
         How many numbers it answers (labels); None if only the engine that serves it knows.

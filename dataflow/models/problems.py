@@ -97,12 +97,7 @@ def held_out(question: str) -> bool:
 
 
 def generate(train: int, val: int, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Makes problems, all different, half with one operation and half with two.
-
-    Args:
-        train: number of problems to train on.
-        val: number of held-out problems.
-        seed: the same seed gives the same problems.
+    """Makes so many problems, all different, half with one operation and half with two.
 
     Returns:
         The train and the held-out problems: ``question``, ``answer``, ``story`` (index into STORIES),

@@ -33,11 +33,7 @@ def takes_images(path: str | Path) -> bool:
 
 
 class Processor:
-    """The processor of a model that takes images.
-
-    Args:
-        path: of the model's directory.
-        options: of its chat template; see :func:`~dataflow.models.tokenizer.with_options`.
+    """The processor of a model that takes images, with options of its chat template.
 
     Raises:
         ModelError: it has no processor, or its processor has no chat template.

@@ -54,9 +54,6 @@ def count(path: Path) -> int:
 def size_of(path: str | Path) -> Size:
     """Returns the sizes of a model from its configuration; its weights need not be there.
 
-    Args:
-        path: of the model's directory.
-
     Raises:
         ModelError: the configuration cannot be read.
         NotChecked: it does not have the keys that a decoder of the usual form has.

@@ -19,12 +19,7 @@ _TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 
 
 def load_tokenizer(path: str, where: str, kind: type[DataflowError] = ConfigError) -> Any:
-    """Returns the tokenizer in a model's directory.
-
-    Args:
-        path: of the directory.
-        where: the setting that names it; begins the error.
-        kind: of the error.
+    """Returns the tokenizer in a model's directory, which the setting ``where`` names.
 
     Raises:
         DataflowError: of that kind; the tokenizer cannot be loaded.
@@ -40,11 +35,7 @@ def load_tokenizer(path: str, where: str, kind: type[DataflowError] = ConfigErro
 
 
 def load_chat_tokenizer(path: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Returns the tokenizer of the model to train.
-
-    Args:
-        path: of the model's directory.
-        options: of the template, ``data.apply_chat_template_kwargs``; all that the tokenizer renders has them.
+    """Returns the tokenizer of the model to train; all that it renders has these options of its template.
 
     Raises:
         ModelError: it cannot be loaded, or has no chat template.
@@ -98,10 +89,6 @@ def tokenizer_sha256(model: str) -> str:
 
 def check_same_tokens(actor: str, other: str, key: str) -> None:
     """Checks that two models count the same tokens, so that one can read what the other samples.
-
-    Args:
-        actor, other: directories of the models.
-        key: the key that gave the other one.
 
     Raises:
         ModelError: a tokenizer cannot be loaded, or the two differ; with a token that does.

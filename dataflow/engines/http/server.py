@@ -156,8 +156,7 @@ async def check_model(
     """Checks that a server has the model of a run, as far as it shows that.
 
     Args:
-        client: of the server.
-        wanted: what the run needs.
+        client, wanted: the server, and what the run needs.
         longest: tokens of a prompt and its response together that the server reads.
         root: directory or hub id of its model.
         asked: what ``/tokenize`` needs beside the text.

@@ -63,20 +63,9 @@ def write_model(
 def write_adapter(
     weights: Mapping[str, torch.Tensor], config: Any, source: Path, directory: Path, card: str, *, merge: bool
 ) -> None:
-    """Writes a LoRA adapter in peft's form, or the model with it merged; see :func:`write_model`.
+    """Writes a LoRA adapter in peft's form, with peft's configuration, or the model with it merged.
 
-    Args:
-        weights: of the adapter.
-        config: peft's, of the adapter.
-        source: directory of the model that it is beside.
-        directory: to make.
-        card: text of the model card, as Markdown.
-        merge: whether to write the whole model.
-
-    Raises:
-        ConfigError: the directory exists, or cannot be made.
-        RunError: a file cannot be written.
-        DataError: the adapter is not one of this model.
+    Raises the errors of :func:`write_model`.
     """
     _no_bars()
     model = with_adapter(source, weights, config)
@@ -89,12 +78,7 @@ def write_adapter(
 
 
 def with_adapter(source: Path, weights: Mapping[str, torch.Tensor], config: Any) -> Any:
-    """Returns peft's model: the weights of a model, and an adapter beside them.
-
-    Args:
-        source: directory of the model that was trained.
-        weights: of the adapter.
-        config: peft's, of the adapter.
+    """Returns peft's model: the weights of a model, and an adapter with peft's configuration beside them.
 
     Raises:
         DataError: the adapter is not one of this model.

@@ -24,12 +24,9 @@ _OF_LOSS = ("loss", "pg_loss", "vf_loss", "kl_loss", "entropy_loss", "entropy")
 
 
 def loss_of(options: Any, algorithm: Any, response_length: int) -> Any:
-    """Returns verl's PPO loss with these options.
+    """Returns verl's PPO loss with the options of sections ``trainer`` and ``algorithm``.
 
-    Args:
-        options: section ``trainer``.
-        algorithm: section ``algorithm``.
-        response_length: longest response, in tokens; the default of ``loss_scale_factor``.
+    The longest response, in tokens, is the default of ``loss_scale_factor``.
     """
     from verl.workers.utils.losses import ppo_loss
 
@@ -87,11 +84,6 @@ def over_tokens(
 
     verl sums the losses of micro-batches and ranks, each divided by what the whole mini-batch counts, and takes the
     mean of the means over each one's tokens for all else, such as ``pg_clipfrac``.
-
-    Args:
-        loss: verl's ``ppo_loss`` or ``value_loss``.
-        data: of the micro-batch.
-        more: other arguments of the loss.
     """
     from verl.utils.metric import AggregationType, Metric
 

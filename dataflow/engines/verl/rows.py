@@ -85,12 +85,7 @@ def jagged(batch: Batch, spans: Spans) -> dict[str, Any]:
 
 
 def halves(ids: torch.Tensor, spans: Spans) -> dict[str, torch.Tensor]:
-    """Returns ``prompts`` and ``responses`` of rows without padding, as verl's losses read them.
-
-    Args:
-        ids: the tokens of the rows, one row after another.
-        spans: of the rows.
-    """
+    """Returns ``prompts`` and ``responses`` as verl's losses read them, from the tokens of rows, one after another."""
     asked = spans.tokens - spans.responses
     pieces = ids.split(np.stack([asked, spans.responses], axis=1).reshape(-1).tolist())
     return {
@@ -168,12 +163,9 @@ class Division:
         return {name: float(value) for name, value in found.items()}
 
     def gather(self, mine: torch.Tensor, spans: Spans, slots: np.ndarray) -> Ragged:
-        """Returns the outputs of all ranks in the batch's order, without the rows that pad pieces.
+        """Returns the outputs of all ranks in the batch's order, from this rank's values, one row after another.
 
-        Args:
-            mine: of this rank, the values of its rows one after another.
-            spans: the lengths of all rows.
-            slots: of the batch.
+        Rows that pad pieces are left out.
         """
         flat = slots.reshape(-1)
         lengths = spans.responses[np.maximum(flat, 0)]
@@ -194,12 +186,7 @@ class Division:
 
 @functools.lru_cache(maxsize=4)
 def _balanced(lengths: tuple[int, ...], ranks: int) -> list[list[int]]:
-    """Returns the rows of each rank by verl's partitions, in ascending order; the same rows are often asked for again.
-
-    Args:
-        lengths: tokens of each row.
-        ranks: that divide their number.
-    """
+    """Returns the rows of each rank by verl's partitions, ascending; often asked for the same rows again."""
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
     return [sorted(mine) for mine in get_seqlen_balanced_partitions(list(lengths), k_partitions=ranks, equal_size=True)]

@@ -43,16 +43,9 @@ def worker_config(
     valued: bool = False,
     offload: bool = False,
 ) -> Any:
-    """Returns verl's ``TrainingWorkerConfig`` of a trained model.
+    """Returns verl's ``TrainingWorkerConfig`` of a :class:`~dataflow.engines.verl.model.TrainedModel`.
 
-    Args:
-        model: directory of the initial weights.
-        options: a :class:`~dataflow.config.training.trained.TrainedConfig`.
-        total_steps: training steps of the run.
-        device: "cpu" or "cuda".
-        seed: of everything random.
-        valued: whether it is a value model.
-        offload: whether weights are in CPU memory while idle, whatever the options say.
+    With ``offload`` weights are in CPU memory while idle, whatever the options say.
 
     Raises:
         ConfigError: an option needs GPUs.
@@ -133,9 +126,6 @@ def _optimizer(options: Any, total_steps: int) -> Any:
 
 def check_optimizer(options: Any) -> None:
     """Builds the optimizer of one weight, as verl does: only its class knows what it takes.
-
-    Args:
-        options: a :class:`~dataflow.config.training.trained.TrainedConfig`.
 
     Raises:
         ConfigError: it cannot be built.
