@@ -110,8 +110,6 @@ class HttpRollout(Rollout):
         self._current: Path | None = None  # the name of the directory of the weights is their label
         self._writing: asyncio.Future[Path] | None = None  # of the thread
         self._written: asyncio.Future[Path] | None = None  # of the sync that waits for it
-        self.retries = 0
-        """Number of samples that failed and were drawn again so far."""
 
     # --- samples ------------------------------------------------------------------------------------------------
 
@@ -151,7 +149,6 @@ class HttpRollout(Rollout):
                 rejected_s = (now if rejected_s is None else rejected_s) if error.throttled else None
                 if rejected_s is None or now - rejected_s >= self._wait_s:
                     failed.append(server)
-                    self.retries += 1
                 if len(failed) >= self._tries:
                     raise RunError(
                         f"rollout: sample {request.index} of group {request.group} failed at {len(failed)} tries, the "
@@ -277,11 +274,6 @@ class HttpRollout(Rollout):
 
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`: the servers have memory of their own."""
-
-    @property
-    def servers(self) -> int:
-        """Number of servers in use."""
-        return len(self._choice.open)
 
     async def close(self) -> None:
         """Aborts the samples in flight, closes the connections and removes the files. Idempotent."""
