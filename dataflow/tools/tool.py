@@ -73,12 +73,11 @@ class Tool:
     @staticmethod
     def of(target: Any, where: str = "tool") -> Tool:
         """Returns the tool that a function or class is, with or without ``@tool``, or raises a ConfigError."""
-        is_class = isinstance(target, type)
-        if not callable(target) or (is_class and "__call__" not in dir(target)):
-            what = (
-                f"class '{target.__name__}' has no method __call__" if is_class else f"'{target!r}' is not a function"
+        if not callable(target) or (isinstance(target, type) and "__call__" not in dir(target)):
+            raise ConfigError(
+                f"{where}: '{getattr(target, '__name__', target)}' is no tool; a tool is a function, or a class with a "
+                "method __call__."
             )
-            raise ConfigError(f"{where}: {what}; a tool is a function, or a class whose instances can be called.")
         name, description = vars(target).get(_MARK, (None, None))
         name = name or getattr(target, "__name__", type(target).__name__)
         if description is None:
@@ -140,15 +139,12 @@ def _parameters(name: str, target: Any) -> tuple[inspect.Signature, type[BaseMod
 
 
 def choose_tools(module: ModuleType | None, names: Sequence[str], where: str) -> dict[str, Tool]:
-    """Returns tools by name: those of the user's file, and those that come with dataflow.
+    """Returns tools by name: all that the user's file marks with ``@tool``, unless ``names`` says which.
 
     Args:
-        module: the user's file, loaded; all that is marked with ``@tool`` in it, unless ``names`` says which.
+        module: the user's file, loaded.
         names: of tools or, in the file, of functions and classes without a mark.
         where: begins an error.
-
-    Raises:
-        ConfigError: no such name, something that cannot be called, two tools of one name, or no tool at all.
     """
     marked = [value for value in vars(module).values() if _MARK in getattr(value, "__dict__", ())] if module else []
     found = _by_name([Tool.of(value, where) for value in marked], where)

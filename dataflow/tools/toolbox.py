@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -50,13 +50,10 @@ class Toolbox:
     longest: int = 4096
     side: str = "middle"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         # Another process cannot import the user's module by name, and may have another working directory.
         path = str(Path(self.path).expanduser().absolute()) if self.path else None
-        return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "path": path}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        return Toolbox, tuple(path if each.name == "path" else getattr(self, each.name) for each in fields(self))
 
     def check(self) -> Toolbox:
         """Loads the tools and the format, so that errors show before the run starts; returns itself."""
@@ -109,11 +106,10 @@ class Toolbox:
     @property
     def guessed(self) -> bool:
         """Whether the chat template describes the tools, but nothing shows how the model writes its calls."""
-        return self.reader.guessed and self._shown
+        return self.reader.guessed and self._described
 
     @cached_property
-    def _shown(self) -> bool:
-        """Whether the chat template describes the tools."""
+    def _described(self) -> bool:
         chat = [{"role": "user", "content": "?"}]
         shown = prompt_ids(self.tokenizer, chat, self.schemas) != prompt_ids(self.tokenizer, chat)
         if not shown:
@@ -137,7 +133,7 @@ class Toolbox:
             given = tools_kwargs(extra)
             for name, tool in self.tools.items():
                 tool.check_own(given.get(name, {}), f"rollout: extra_info of group {group}")
-        if "raw_prompt" not in prompts or not self._shown or prompts.meta.get(DESCRIBED):
+        if "raw_prompt" not in prompts or not self._described or prompts.meta.get(DESCRIBED):
             return prompts
         ids = [prompt_ids(self.tokenizer, chat, self.schemas) for chat in prompts["raw_prompt"]]
         for group, prompt in zip(prompts.ids, ids, strict=True):
@@ -201,7 +197,6 @@ class ToolCaller:
         return ToolState(self, tools_kwargs(extra_info))
 
     async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
-        """Calls user code under the time-out."""
         return await self._calls.run(function, keywords, self.box.timeout)
 
     async def apart(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -209,7 +204,7 @@ class ToolCaller:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def close(self) -> None:
-        """Cancels all calls; threads cannot be stopped and end by themselves."""
+        """Cancels all calls; threads end by themselves."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self._calls.close()
 
@@ -218,12 +213,7 @@ class ToolCaller:
 
 
 class ToolState:
-    """The tools in one conversation: the sample's arguments, and the instance of each class.
-
-    Args:
-        caller: calls the tools.
-        kwargs: keywords of each tool, by its name.
-    """
+    """The tools in one conversation: the sample's arguments by tool, and the instance of each class."""
 
     def __init__(self, caller: ToolCaller, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         self._caller, self._kwargs = caller, kwargs
@@ -293,22 +283,20 @@ def cut(text: str, longest: int, side: str) -> str:
 def tools_kwargs(extra_info: Any) -> dict[str, dict[str, Any]]:
     """Returns the ``tools_kwargs`` of a sample's ``extra_info``: the keywords of each tool, by its name.
 
-    Parquet gives every row the keys of all rows, so None means that a keyword was not given.
-
     Raises:
-        DataError: it is not a mapping of mappings.
+        DataError: those of a tool are not a mapping.
     """
     found = (extra_info or {}).get("tools_kwargs") or {}
-    if not isinstance(found, Mapping):
-        raise DataError(f"extra_info: tools_kwargs is {an(type(found).__name__)}; give {{tool's name: {{...}}}}.")
-    kwargs: dict[str, dict[str, Any]] = {}
     for name, given in found.items():
         if not isinstance(given, Mapping | None):
             kind = an(type(given).__name__)
             raise DataError(f"extra_info: tools_kwargs of '{name}' is {kind}; give {{keyword: value}}.")
-        if given is not None:
-            kwargs[name] = {key: value for key, value in given.items() if value is not None}
-    return kwargs
+    # Parquet gives every row the keys of all rows, and None for those that a row does not have.
+    return {
+        name: {key: value for key, value in given.items() if value is not None}
+        for name, given in found.items()
+        if given is not None
+    }
 
 
 def _text(result: Any) -> str:
@@ -319,11 +307,7 @@ def _text(result: Any) -> str:
 
 
 def toolbox_of(config: Any) -> Toolbox:
-    """Returns the tools that a run offers.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-    """
+    """Returns the tools that a run of this :class:`~dataflow.config.run.RunConfig` offers."""
     offer = config.tools
     how = offer.timeout, offer.format, offer.frozen_after, config.data.apply_chat_template_kwargs
     cut = offer.max_tool_response_length, offer.tool_response_truncate_side

@@ -100,7 +100,7 @@ def way(request: pytest.FixtureRequest) -> tuple[Read, Callable[..., str]]:
     return WAYS[request.param]
 
 
-@pytest.mark.parametrize("code", ["print(1)", "x = '</think>'", "{} [] \\ </b>", "größer"])
+@pytest.mark.parametrize("code", ["x = '</think>'", "{} [] \\ größer </b>"])
 def test_calls(way: tuple[Read, Callable[..., str]], code: str) -> None:
     read, write = way
     wanted = [ToolCall("run", {"code": code})]

@@ -83,11 +83,7 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, url: str, body: Mapping[str, Any]) -> Any:
-        """Sends one request and returns the JSON of the reply.
-
-        Args:
-            url: the whole address; a login in it is sent as basic authentication.
-            body: of the request.
+        """Sends one request, with a login in the url as basic authentication, and returns the JSON of the reply.
 
         Raises:
             JudgeError: the server returns an error, no reply, or no JSON.
@@ -112,9 +108,8 @@ class Client:
                     raise _refused(url, reply.status, message_in(text), wait_s, reply.headers.get("Location"))
                 raw = await reply.read()
                 answer = json.loads(raw)
-                if (
-                    found := error_within(answer, reply.headers)
-                ) is not None:  # as proxies of several providers send it
+                found = error_within(answer, reply.headers)
+                if found is not None:  # as proxies of several providers send it
                     raise _refused(url, found.status, found.message, found.wait_s)
                 return answer
         except TimeoutError:
@@ -176,18 +171,10 @@ def root_of(url: str) -> str:
 
 
 def check_judge(url: str, api_key_env: str | None, patience_s: float) -> str:
-    """Asks a server for its models, and for no score, which may cost money.
-
-    Args:
-        url: of the server, maybe with a login.
-        api_key_env: environment variable that holds the API key.
-        patience_s: seconds in which the server shall answer.
-
-    Returns:
-        That it answers, as a clause.
+    """Asks a server for its models, and for no score, which may cost money; returns that it answers, as a clause.
 
     Raises:
-        ConfigError: it does not answer, or not without another key.
+        ConfigError: it does not answer within these seconds, or not without another key.
     """
     name = without_login(url)[0]
     what = f"judge.url={name}: the server"

@@ -195,10 +195,7 @@ class Judge:
     def count_before(self, calls: int, tokens: int, reply_characters: int) -> None:
         """Counts replies of earlier processes of the run against the budget, but not into :meth:`usage`.
 
-        Args:
-            calls: number of replies.
-            tokens: of prompts and replies together.
-            reply_characters: length of the replies together, from which their share of the tokens is estimated.
+        ``tokens`` are those of prompts and replies together; the share of the replies is estimated from their length.
         """
         completion = min(tokens, estimate(reply_characters))
         self._budget.before = (calls, tokens, self._budget.price(tokens - completion, completion))

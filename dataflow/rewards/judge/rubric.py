@@ -80,10 +80,8 @@ def read(answer: Any) -> Reply:
     try:
         choice, usage = answer["choices"][0], answer.get("usage")
         message = choice["message"]
-        text, thinking = (
-            message.get("content") or "",
-            message.get("reasoning_content") or message.get("reasoning") or "",
-        )
+        text = message.get("content") or ""
+        thinking = message.get("reasoning_content") or message.get("reasoning") or ""
         if isinstance(text, list):  # as Mistral sends it
             text = "\n".join(part["text"] for part in text if part.get("type") == "text")
     except (LookupError, TypeError, AttributeError):
@@ -230,13 +228,7 @@ def question_of(extra_info: Mapping[str, Any] | None) -> str:
 
 
 def response_of(solution: str, extra_info: Mapping[str, Any] | None) -> str:
-    """Returns what the judge grades: the response, or all turns of a conversation, each with its role.
-
-    Args:
-        solution: the response as text.
-        extra_info: of the sample; ``conversation`` holds the chat messages that follow the prompt, if it has several
-            turns.
-    """
+    """Returns what the judge grades: the response, or all turns of a conversation, each with its role."""
     turns = (extra_info or {}).get("conversation")
     return transcript(turns) if turns is not None and len(turns) > 1 else str(solution)
 

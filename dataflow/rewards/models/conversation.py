@@ -16,13 +16,7 @@ from dataflow.rewards.judge.rubric import question_of
 
 
 def messages_of(solution: str, extra_info: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Returns the chat that is scored: the prompt's messages, then the response; tool calls are kept as they are.
-
-    Args:
-        solution: the response as text.
-        extra_info: of the sample; ``raw_prompt`` holds the messages of the prompt (without it the question is one), and
-            ``conversation`` those that follow it, if the response has several turns.
-    """
+    """Returns the chat that is scored: the prompt's messages, then the response or the turns of the conversation."""
     facts = extra_info or {}
     prompt, turns = facts.get("raw_prompt"), facts.get("conversation")
     chat = [{"role": "user", "content": question_of(facts)}] if prompt is None else list(prompt)
@@ -125,16 +119,7 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_template(tokenizer: Any, template: str | None, where: str) -> None:
-    """Checks that a chat template shows what an assistant answers.
-
-    Args:
-        tokenizer: of the model.
-        template: text of another template than the tokenizer's.
-        where: it was given, for the message.
-
-    Raises:
-        ConfigError: it cannot be applied, or writes the same for two responses.
-    """
+    """Raises a ConfigError if a chat template cannot be applied, or writes the same for two responses."""
     written = []
     for response in ("one", "two"):
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": response}]
@@ -154,15 +139,7 @@ def check_template(tokenizer: Any, template: str | None, where: str) -> None:
 
 
 def read_template(path: str, where: str) -> str:
-    """Returns the text of a chat template's file.
-
-    Args:
-        path: of the file.
-        where: it was given, for the message.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Returns the text of a chat template's file, or raises a ConfigError that begins with ``where``."""
     try:
         return decoded(Path(path).expanduser().read_bytes())
     except (OSError, ValueError) as error:

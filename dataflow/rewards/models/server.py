@@ -49,8 +49,8 @@ def serve_command(
         name: of the model in requests.
         device: ``cpu`` or ``cuda``.
         sleeps: whether it must be able to free its GPU's memory.
-        path, kind, dtype, tensor_parallel, gpu_memory, max_num_seqs, max_model_len, template, engine_kwargs:
-            see :class:`~dataflow.config.served.ServedModelConfig`.
+
+    The others are those of :class:`~dataflow.config.served.ServedModelConfig`.
     """
     options: dict[str, Any] = {
         "served-model-name": name,
@@ -77,11 +77,6 @@ def router_command(urls: Sequence[str], metrics_port: int, policy: str) -> list[
 
     It neither retries, which the agent does, nor counts failures: a server is left out while it does not answer
     ``GET /health``.
-
-    Args:
-        urls: of the servers.
-        metrics_port: on which it shows its own metrics, at the loopback interface.
-        policy: how it chooses a server, by the router's name for it.
     """
     options = {
         "prometheus-port": metrics_port,
@@ -112,13 +107,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def server_environment(device: str, threads: int = 1, sleeps: bool = False) -> dict[str, str]:
-    """Returns the environment variables of a server; those that the user has set stay as they are.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-        threads: CPU threads of a server on a CPU.
-        sleeps: whether it must be able to free its GPU's memory.
-    """
+    """Returns the environment variables of a server; those that the user has set stay as they are."""
     own = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": ADDRESS,
@@ -138,10 +127,10 @@ class ModelServer:
 
     Args:
         what: it is, for messages.
-        words: :func:`serve_command`.
         log: file to which its output is appended.
         port: on which it listens; None chooses one, at the address of this node of a cluster.
-        device, threads, sleeps: see :func:`server_environment`; one that sleeps does when it is built.
+        threads: CPU threads of a server on a CPU.
+        sleeps: whether it shares its GPUs; it then sleeps when it is built.
         start_s: seconds that it may take to answer.
     """
 
@@ -174,7 +163,7 @@ class ModelServer:
         return self._child.url
 
     async def ended(self) -> str:
-        """Waits until it has ended; returns why."""
+        """Waits until it has ended; returns why, as :meth:`Child.ended`."""
         return await self._child.ended()
 
     async def restart(self) -> None:

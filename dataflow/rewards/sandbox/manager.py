@@ -22,9 +22,6 @@ _LARGEST = 1 << 24  # of a number among the options
 class Sandbox:
     """Scores the program in a response, in place of a reward function, on the test cases of the ground truth.
 
-    A program that fails, runs too long or answers wrongly is scored 0 for that case, and the column ``status`` says
-    why. A failure of the sandbox itself is an error, which is retried, never a score.
-
     Args:
         reward: not used.
         url: of a service that speaks SandboxFusion's protocol; None runs the programs on this machine. This and the
@@ -83,11 +80,7 @@ class Sandbox:
         self.limits = {"concurrency": running, "rpm": None, "tpm": None, "timeout_s": 60 + (max_cases or 50) * longest}
 
     def check_truth(self, truth: Any) -> None:
-        """Checks a ground truth before a run starts.
-
-        Raises:
-            BadCases: it holds no test cases.
-        """
+        """Raises BadCases if a ground truth holds no test cases."""
         cases_of("", truth, self._most, self._language)
 
     async def compute_score(

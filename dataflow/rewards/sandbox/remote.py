@@ -31,11 +31,7 @@ class RemoteSandbox:
     Args:
         url: of the service; without a path, ``/run_code`` is added.
         timeout: seconds that compiling may take, and again that the program may.
-        memory_limit_mb: of the program.
-        language: of the program, as the service names it.
-
-    Raises:
-        ConfigError: the url is not an address.
+        memory_limit_mb, language: of the program.
     """
 
     def __init__(self, url: str, timeout: float, memory_limit_mb: int, language: str) -> None:
@@ -76,7 +72,7 @@ class RemoteSandbox:
                     return Outcome("output_limit")
                 except asyncio.IncompleteReadError as whole:
                     return outcome_of(json.loads(whole.partial), self._url)
-        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             why = f"no answer within {self._longest:g} s" if isinstance(error, TimeoutError) else reason(error)
             raise SandboxError(f"the sandbox {self._url}: {type(error).__name__}: {why}") from error
 
