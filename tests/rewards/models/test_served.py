@@ -173,13 +173,10 @@ def test_chat_is_a_judge_with_the_keys_of_its_prompt() -> None:
 @pytest.mark.parametrize(
     ("server", "options", "words", "fix", "retry"),
     [
-        ({"status": 400}, {}, "answered 400: out of order", r"only with reward\.models\.rm\.path", False),
         ({"status": 404}, {}, "answered 404", r"--served-model-name", False),
         ({"status": 500}, {}, "answered 500", "the server's log, in servers/", True),
         ({"status": 401}, {}, "answered 401", r"reward\.models\.rm\.url holds a login .* http://USER", False),
-        ({"status": 403}, {"kind": "chat"}, "answered 403", r"reward\.models\.rm\.url holds a login", False),
         (score(math.nan), {}, "a score that is nan", r"reward\.models\.rm\.dtype", False),
-        ({"status": 404}, {"kind": "chat"}, "answered 404", r"correct reward\.models\.rm\.url or reward", False),
         (score(7.0), {"kind": "chat"}, "Score: 7", r"'Score: <0\.\.1>'", False),
     ],
 )
@@ -202,18 +199,15 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
     address = "http://127.0.0.1:1"
     for options, message in (
         ({"template": "x.jinja"}, r"reward\.models\.rm\.template=x\.jinja: without reward\.models\.rm\.path"),
-        ({"path": str(tmp_path / "none")}, r"reward\.models\.rm\.path: no tokenizer can be loaded"),
         ({"path": model(tmp_path / "a", None)}, r"has no chat template; give reward\.models\.rm\.template"),
         ({"path": model(tmp_path / "b", positions=None)}, r"give reward\.models\.rm\.max_model_len"),
         ({"url": "nowhere"}, r"reward\.models\.rm\.url=nowhere is not an address"),
         ({"kind": "chat", "prompt": {"template": "x"}}, r"reward\.models\.rm\.prompt\.template has no {response}"),
-        ({"path": model(tmp_path / "c", "{% if %}")}, r"rm\.path=.*cannot be applied to .* \(TemplateSyntaxError"),
         ({"path": model(tmp_path / "d", "hello")}, r"rm\.path=.*writes the same for two responses"),
-        ({"normalize": "std"}, r"reward\.models\.rm\.normalize=std; give none, sigmoid or running"),
     ):
         with pytest.raises(ConfigError, match=message):
             ServedReward("rm", **{"url": address, **options})
-    ServedReward("rm", None, path=model(tmp_path / "c"))  # before its servers run
+    ServedReward("rm", None, path=model(tmp_path / "e"))  # before its servers run
 
 
 def test_requests_wait_for_a_server_that_is_restarted_and_say_so(warned: list[str]) -> None:

@@ -142,14 +142,10 @@ def test_an_agent_scores_with_it_and_a_failing_service_fails_the_request() -> No
     ("options", "said"),
     [
         ({"timeout": 0}, "timeout=0; give a number from 1 to 16,777,216"),
-        ({"timeout": "5"}, "timeout='5'; give"),
         ({"max_concurrent": 2.5}, "max_concurrent=2.5; give a whole number from 1 to"),
-        ({"memory_limit_mb": 1}, "no program can be run on this machine .*raise memory_limit_mb"),
-        ({"max_cases": 0}, "max_cases=0"),
         ({"score": "al"}, "score 'al' is unknown; did you mean 'all'"),
         ({"language": "cpp"}, "language=cpp on linux; without a service only python is run"),
         ({"url": "nowhere"}, "url=nowhere is not an address"),
-        ({"memory": 1}, "unexpected keyword argument 'memory'"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(options: dict[str, Any], said: str) -> None:
