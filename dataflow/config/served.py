@@ -14,8 +14,6 @@ from dataflow.config.section import Fraction, Section, Text
 class PromptConfig(Section):
     """The prompt of a judge, and how its reply is read."""
 
-    method: Literal["strict", "flexible"] = "strict"
-    """Where the default prompt tells the judge to find the answer: on a line '#### <number>', or the last number."""
     template: Text | None = None
     """User message with {question}, {reference} and {response}, or a .txt or .md file with it; null for the default."""
     system: Text | None = None

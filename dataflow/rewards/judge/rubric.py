@@ -19,16 +19,11 @@ from dataflow.models.chat import calls_of, text_of
 from dataflow.rewards.judge.client import JudgeError
 from dataflow.system.http import short
 
-RULES = {
-    "strict": "The response is right only if it gives the reference answer on a line '#### <number>'.",
-    "flexible": "The response is right if the last number in it is the reference answer.",
-}
-"""The instruction for each method of finding the final answer."""
-
 PLACEHOLDERS = ("question", "reference", "response")
 
 _INSTRUCTION = (
-    "You grade the response to a problem. {rule} "
+    "You grade the response to a problem. "
+    "The response is right only if it gives the reference answer on a line '#### <number>'. "
     "Reply with one line, 'Score: 1' if it is right and 'Score: 0' if it is wrong."
 )
 _PROBLEM = (
@@ -100,7 +95,6 @@ class Rubric:
     """The prompt, and the rule by which its reply is a score.
 
     Args:
-        method: ``strict`` or ``flexible``, see :data:`RULES`; for the default prompt.
         template: the user message with ``{question}``, ``{reference}`` and ``{response}``, or the path of a .txt or .md
             file with it; must contain ``{response}``. Other braces are literal; ``{{name}}`` yields ``{name}``.
         system: the system message, also a template; by default there is none if ``template`` is given.
@@ -115,18 +109,14 @@ class Rubric:
 
     def __init__(
         self,
-        method: str = "strict",
         template: str | None = None,
         system: str | None = None,
         score_pattern: str | None = None,
         score_range: Sequence[float] = (0, 1),
         normalize: bool = True,
     ) -> None:
-        if method not in RULES:
-            hint = nearest(method, RULES) or f"; give {' or '.join(RULES)}."
-            raise ConfigError(f"judge method '{method}' is unknown{hint}")
         if system is None and template is None:
-            system = _INSTRUCTION.format(rule=RULES[method])
+            system = _INSTRUCTION
         self._turns = {"user": _PROBLEM if template is None else _template(template, "template")}
         if system is not None:
             self._turns = {"system": _template(system, "system"), **self._turns}
@@ -251,24 +241,23 @@ def _said(turn: Mapping[str, Any]) -> str:
     return "\n".join([*([] if content is None and calls else [text_of(content)]), *calls])
 
 
-def messages(question: str, reference: str, response: str, method: str = "strict") -> list[dict[str, str]]:
+def messages(question: str, reference: str, response: str) -> list[dict[str, str]]:
     """Returns the default chat that requests a score."""
-    return Rubric(method).chat(response, reference, {"question": question})
+    return Rubric().chat(response, reference, {"question": question})
 
 
-def read_messages(chat: Sequence[Mapping[str, str]]) -> tuple[str, str, str, str]:
-    """Returns question, reference, response and method of a chat that :func:`messages` made; for the stand-in judge.
+def read_messages(chat: Sequence[Mapping[str, str]]) -> tuple[str, str, str]:
+    """Returns question, reference and response of a chat that :func:`messages` made; for the stand-in judge.
 
     Raises:
         ValueError: the chat has another form.
     """
     system, user = (next((m["content"] for m in chat if m.get("role") == role), "") for role in ("system", "user"))
-    method = next((name for name, rule in RULES.items() if rule in system), None)
     found = _ASKED.fullmatch(user)
-    if found is None or method is None:
+    if found is None or system != _INSTRUCTION:
         raise ValueError("the chat holds no problem to grade")
     reference, question, response = found.groups()
-    return question, reference, response, method
+    return question, reference, response
 
 
 def estimate(characters: int) -> int:

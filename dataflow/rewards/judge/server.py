@@ -40,8 +40,8 @@ def grade(chat: list[dict[str, str]]) -> float:
     Raises:
         ValueError: the chat has another form.
     """
-    question, reference, response, method = read_messages(chat)
-    return float(compute_score("openai/gsm8k", response, reference, {"question": question}, method=method))
+    question, reference, response = read_messages(chat)
+    return float(compute_score("openai/gsm8k", response, reference, {"question": question}))
 
 
 def application(distribution: Distribution, time_scale: float, seed: int) -> web.Application:

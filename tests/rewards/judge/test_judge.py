@@ -44,7 +44,7 @@ def ask(judge: Judge, *responses: str, reference: str = "7", extra: Any = None) 
 def test_it_grades(server: Child) -> None:
     loose = "The sum is 7 apples"
     assert ask(Judge(server.url), RIGHT, WRONG, "", loose) == [1, 0, 0, 0]
-    assert ask(Judge(server.url + "/v1/", method="flexible"), RIGHT, loose, WRONG) == [1, 1, 0]
+    assert ask(Judge(server.url + "/v1/"), RIGHT, loose, WRONG) == [1, 0, 0]
     turns = [{"role": "assistant", "content": "3 + 4 ="}, {"role": "assistant", "content": "#### 7"}]
     assert ask(Judge(server.url), "nothing", extra={"conversation": turns}) == [1]
 
@@ -57,9 +57,9 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update(await request.json())
         return await said("Good.\nScore: 0.5")(request)
 
-    result = answering(reply, model="m", method="flexible")
+    result = answering(reply, model="m")
     assert result == {"score": 0.5, "explanation": "Good.\nScore: 0.5"}
-    assert seen == {"model": "m", "temperature": 0, "messages": messages("3 + 4?", "7", RIGHT, "flexible")}
+    assert seen == {"model": "m", "temperature": 0, "messages": messages("3 + 4?", "7", RIGHT)}
     options = {"top_p": 0.5, "temperature": 1, "stop": ["\n\n"]}
     answering(reply, temperature=0.25, max_tokens_reply=99, options=options, template="{response}")
     chat = [{"role": "user", "content": RIGHT}]
