@@ -89,7 +89,6 @@ def calls(how: str, tokenizer: Any, text: str, prompt: str = PROMPT) -> list[Too
 WAYS = {
     "qwen3": (lambda text, *prompt: calls("qwen3", QWEN3, text, *prompt), json_call),
     "qwen3.5": (lambda text, *prompt: calls("qwen3.5", QWEN3, text, *prompt), xml_call),
-    "hermes": (lambda text, *prompt: calls("hermes", QWEN3, text, *prompt), json_call),
     "text": (lambda text, *prompt: calls("hermes", BARE, text, *prompt), json_call),
 }
 Read = Callable[..., list[ToolCall]]
@@ -122,16 +121,13 @@ def test_no_call(way: tuple[Read, Callable[..., str]]) -> None:
 
 
 @pytest.mark.parametrize("how", ["qwen3", "hermes"])
-@pytest.mark.parametrize("tokenizer", [QWEN3, BARE], ids=["tags", "bare"])
-def test_arguments_as_the_text_of_an_object(how: str, tokenizer: Any) -> None:
-    if how == "qwen3" and tokenizer is BARE:
-        how = "hermes"
+def test_arguments_as_the_text_of_an_object(how: str) -> None:
     text = '<tool_call>{"name": "run", "arguments": "{\\"code\\": \\"</think>\\"}"}</tool_call>'
-    assert calls(how, tokenizer, text) == [ToolCall("run", {"code": "</think>"})]
-    for none in ("null", '""', "{}", '"{}"'):
+    assert calls(how, QWEN3, text) == [ToolCall("run", {"code": "</think>"})]
+    for none in ("null", "{}"):
         text = f'<tool_call>{{"name": "run", "arguments": {none}}}</tool_call>'
-        assert calls(how, tokenizer, text) == [ToolCall("run")]
-    (broken,) = calls(how, tokenizer, '<tool_call>{"name": "run", "arguments": "{code}"}</tool_call>')
+        assert calls(how, QWEN3, text) == [ToolCall("run")]
+    (broken,) = calls(how, QWEN3, '<tool_call>{"name": "run", "arguments": "{code}"}</tool_call>')
     assert broken.error is not None
     assert broken.error.startswith('"arguments" of the tool call is not valid JSON')
     assert broken.name == "run"

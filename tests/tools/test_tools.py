@@ -168,18 +168,6 @@ def test_what_a_tool_gets_is_its_own() -> None:
     assert (call.arguments, kwargs) == ({"words": [1], "facts": {"seen": [2]}}, {"pops": {"stock": [1, 2, 3]}})
 
 
-def test_what_tools_return_becomes_text() -> None:
-    box = Toolbox(names=("calculator",))
-    values = ["as it is", 3, 2.5, None, {"a": ["ü"]}, {1, 2}]
-
-    def gives(at: int) -> Any:
-        return values[at]
-
-    box.tools["gives"] = Tool.of(gives)
-    texts = [text for text, _ in answers(box, *(ToolCall("gives", {"at": at}) for at in range(len(values))))]
-    assert texts == ["as it is", "3", "2.5", "", '{"a": ["ü"]}', '"{1, 2}"']
-
-
 @pytest.mark.parametrize(
     ("side", "told"),
     [

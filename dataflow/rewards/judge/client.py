@@ -37,24 +37,15 @@ class JudgeError(Exception):
         fix: what the user can do.
     """
 
+    status: int | None = None
+    retry = True
+    retry_after: float | None = None
     fatal = False
     fix = "see that the judge at judge.url is up and replies with one line 'Score: <0..1>'"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None = None,
-        retry: bool = True,
-        retry_after: float | None = None,
-        fix: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(redact(message))
-        self.status = status
-        self.retry = retry
-        self.retry_after = retry_after
-        if fix:
-            self.fix = redact(fix)
+        vars(self).update({name: value for name, value in attributes.items() if value is not None})
 
 
 class JudgeTimeout(JudgeError, TimeoutError):
@@ -135,7 +126,7 @@ def _refused(url: str, status: int | None, text: str, wait_s: float, location: s
     again = status is None or may_pass(status)
     fix = _FIXES.get(status or 0, "see the log of the server at judge.url" if again else "see what the server says")
     if location:
-        fix = f"set judge.url to the address that it redirects to: {short(location)}"
+        fix = redact(f"set judge.url to the address that it redirects to: {short(location)}")
     message = f"{url} answered {status or 'an error'}: {short(text) or 'without a message'}"
     return JudgeError(message, status=status, retry=again, retry_after=wait_s or None, fix=fix)
 

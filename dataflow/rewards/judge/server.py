@@ -105,12 +105,7 @@ def serve(app: web.Application, host: str, port: int, **options: Any) -> None:
 
 
 def start_judge(latency: str, time_scale: float = 1.0, seed: int = 0, address: str = ADDRESS) -> Child:
-    """Returns a judge on a free port of this machine, which runs within the context of what is returned.
-
-    Args:
-        latency, time_scale, seed: see :func:`main`.
-        address: where it listens.
-    """
+    """Returns a judge on a free port of this machine, which runs within the context of what is returned."""
     options = ["--latency", str(latency), "--time-scale", repr(float(time_scale)), "--seed", str(seed)]
     words = command("dataflow.rewards.judge.server", *options)
     return Child(words, Port(address), None, None, _START_S, "the judge server")

@@ -141,9 +141,6 @@ def test_what_an_earlier_process_spent_counts_against_the_limits_alone() -> None
     judge.count_before(3, 90, 40)
     assert judge.usage()["tokens"] == 0
     assert str(judge.ask(2)[1]).endswith("100 of judge.max_tokens=100 after 4 calls")
-    judge = Spending(None, max_cost=1.0, price_per_million=[1.0, 10_000.0])
-    judge.count_before(3, 201, 400)  # 100 tokens of replies
-    assert "judge.max_cost" in str(judge.ask(1)[0])
 
 
 @pytest.mark.slow

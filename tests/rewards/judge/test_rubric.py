@@ -39,13 +39,6 @@ def test_what_is_filled_in_is_never_read_as_a_template() -> None:
         read_messages([{"role": "user", "content": "hello"}])
 
 
-def test_the_question() -> None:
-    chat = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "q1"), ("user", "q2"))]
-    assert question_of({"question": "q", "raw_prompt": chat}) == "q"
-    assert question_of({"raw_prompt": chat}) == "q2"
-    assert question_of(None) == question_of({}) == ""
-
-
 def test_a_conversation_is_graded_with_the_role_of_each_turn() -> None:
     said = [
         {"role": "assistant", "content": "It is 3 + 4 ="},
@@ -57,7 +50,9 @@ def test_a_conversation_is_graded_with_the_role_of_each_turn() -> None:
     assert response_of("raw", {"conversation": said[:1]}) == response_of("raw", {}) == response_of("raw", None) == "raw"
     chat = [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "q2"}]
     assert question_of({"raw_prompt": chat, "conversation": said}) == "user: q1\nassistant: a\nuser: q2"
-    assert question_of({"raw_prompt": chat[:1], "conversation": said}) == "q1"
+    assert question_of({"raw_prompt": chat}) == "q2"
+    assert question_of({"question": "q", "raw_prompt": chat}) == "q"
+    assert question_of(None) == ""
 
 
 # --- replies ---------------------------------------------------------------------------------------------------
@@ -166,10 +161,6 @@ def test_what_came_in_place_of_a_verdict_is_named_and_not_asked_for_again(
     assert not answering(said(message, finish), temperature=0.5, options={"seed": 3}).retry
     if finish == "length":
         assert error.fix.startswith("raise judge.max_tokens_reply")
-
-
-def test_a_score_that_stands_first_counts_although_its_explanation_is_cut() -> None:
-    assert answering(said("Score: 1\nBecause", "length"))["score"] == 1
 
 
 def test_the_beginning_of_a_long_reply_is_quoted_and_kept() -> None:

@@ -8,26 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
 
 from dataflow.rewards.judge.judge import Judge, JudgeError
 from dataflow.rewards.judge.server import start_judge
-from dataflow.system.serving import Child
 from tests.rigs.addresses import OTHERS
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
 RIGHT = "It is 3 + 4 = 7.\n#### 7"
 COMMAND = [sys.executable, "-m", "dataflow.rewards.judge.server", "--latency", "60"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Child]:
-    with start_judge("0") as running:
-        yield running
 
 
 def test_it_ends_on_sigterm_even_while_it_delays() -> None:

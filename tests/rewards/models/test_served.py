@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import Coroutine, Sequence
@@ -17,8 +16,6 @@ from dataflow.config.served import PromptConfig, ServedModelConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.client import JudgeError
-from dataflow.rewards.judge.rubric import transcript
-from dataflow.rewards.models.conversation import Renderer, messages_of
 from dataflow.rewards.models.served import ServedReward
 from tests.rigs.reward_servers import servers
 
@@ -122,31 +119,6 @@ def test_without_a_path_the_server_renders_the_messages() -> None:
     assert body["messages"] == [*QUESTION["raw_prompt"], {"role": "assistant", "content": "three four"}]
     assert "input" not in body
     assert columns == {"score": 0.5, "tokens": 7}
-
-
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-
-
-@pytest.mark.heavy
-def test_tool_calls_are_kept_and_half_a_character_is_replaced(tmp_path: Path) -> None:
-    turns = [
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "name": "add", "content": "2"},
-    ]
-    chat = messages_of("three \ud800 four", {**QUESTION, "raw_prompt": [*QUESTION["raw_prompt"], *turns]})
-    assert chat[1:] == [
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "content": "2", "name": "add"},
-        {"role": "assistant", "content": "three \ufffd four"},
-    ]
-    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}ten {% for k in c.function.arguments %}{{ k }} "
-    template += "{% endfor %}{% endfor %}{{ m.content }} {% endfor %}"
-    assert words(Renderer(model(tmp_path, template), None, None, "k")(chat)[0]) == (
-        "<s> one two ten unknown unknown three unknown four"
-    )
-    assert transcript(chat[1:3]) == f"assistant: {json.dumps(CALL)}\ntool add: 2".replace(
-        "assistant: ", "assistant: \n"
-    )
 
 
 @pytest.mark.heavy
