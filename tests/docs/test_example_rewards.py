@@ -18,7 +18,7 @@ from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.managers import build_manager
 from dataflow.running.services.agent import build_agent
 from tests.docs.test_docs_rewards import batch, rewards, run
-from tests.rigs.reward_servers import servers
+from tests.rigs.reward_servers import reward_server
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -68,7 +68,7 @@ def test_the_best_of_a_group_wins_its_comparisons() -> None:
         return 0.5 if len(first) == len(second) else float(len(first) > len(second))
 
     async def body() -> None:
-        async with servers(1, score=longer_first) as (server,):
+        async with reward_server(score=longer_first) as server:
             options = RewardConfig(backoff=0.01, router_address=server.url.removeprefix("http://"))
             agent = agent_of("best_of.py", options, name="BestOf", reward_kwargs={"model": "rm"})
             got = await rewards(agent, batch([["a", "bbb", "cc", "dd"], ["x"]]))

@@ -1,4 +1,4 @@
-"""Reward model servers in the test's process: they speak vLLM's protocol; they die, hang and fail on demand."""
+"""A reward model's server in the test's process: it speaks vLLM's protocol; it dies, hangs and fails on demand."""
 
 from __future__ import annotations
 
@@ -19,22 +19,12 @@ class FakeServer:
 
     Attributes:
         bodies: of the requests that arrived, by path.
-        delay_s: of each answer, times the input's own ``delay``.
         status: answered in place of a score, unless it is 200.
-        text: answered in place of JSON, unless it is empty.
-        health: status of the health check.
-        most: largest number of requests in flight.
     """
 
     score: Callable[[dict[str, Any]], float] = lambda body: float(len(body.get("input", [""])[0]))
-    delay_s: float = 0.0
     status: int = 200
-    text: str = ""
-    health: int = 200
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    probes: int = 0
-    running: int = 0
-    most: int = 0
     port: int = 0
     answering: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -48,7 +38,6 @@ class FakeServer:
         """Listens, after a stop at the same port as before."""
         self.answering.set()
         app = web.Application()
-        app.router.add_get("/health", self._health)
         for path in ("/classify", "/pooling", "/v1/chat/completions"):
             app.router.add_post(path, self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
@@ -66,7 +55,7 @@ class FakeServer:
             await runner.cleanup()
 
     def hang(self) -> None:
-        """Answers nothing any more, the health check included."""
+        """Answers nothing any more."""
         self.answering.clear()
 
     async def until(self, requests: int) -> None:
@@ -74,46 +63,28 @@ class FakeServer:
         async with self.arrived:
             await self.arrived.wait_for(lambda: len(self.bodies) >= requests)
 
-    async def _health(self, _request: web.Request) -> web.Response:
-        self.probes += 1
-        await self.answering.wait()
-        return web.Response(status=self.health)
-
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            async with self.arrived:
-                self.bodies.append((request.path, body))
-                self.arrived.notify_all()
-            await self.answering.wait()
-            if self.delay_s:
-                await asyncio.sleep(self.delay_s * float(body.get("delay", 1.0)))
-        finally:
-            self.running -= 1
+        async with self.arrived:
+            self.bodies.append((request.path, body))
+            self.arrived.notify_all()
+        await self.answering.wait()
         if self.status != 200:
             return web.json_response({"error": {"message": "out of order"}}, status=self.status)
-        if self.text:
-            return web.Response(text=self.text, content_type="text/html")
         if request.path == "/classify":
             return web.json_response({"data": [{"probs": [self.score(body)]}], "usage": {"total_tokens": 7}})
         if request.path == "/pooling":
-            score: Any = self.score(body)
-            data = score if isinstance(score, list) else [score]
-            return web.json_response({"data": [{"data": data}], "usage": {"total_tokens": 7}})
+            return web.json_response({"data": [{"data": [self.score(body)]}], "usage": {"total_tokens": 7}})
         message = {"message": {"content": f"Score: {self.score(body):g}"}}
         return web.json_response({"choices": [message], "usage": {"prompt_tokens": 3, "total_tokens": 5}})
 
 
 @asynccontextmanager
-async def servers(count: int, **options: Any) -> AsyncIterator[list[FakeServer]]:
-    """Runs servers with these options."""
-    made = [FakeServer(**options) for _ in range(count)]
+async def reward_server(**options: Any) -> AsyncIterator[FakeServer]:
+    """Runs a server with these options."""
+    server = FakeServer(**options)
     try:
-        for server in made:
-            await server.start()
-        yield made
+        await server.start()
+        yield server
     finally:
-        for server in made:
-            await server.stop()
+        await server.stop()

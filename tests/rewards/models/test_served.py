@@ -17,7 +17,7 @@ from dataflow.errors import ConfigError
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.client import JudgeError
 from dataflow.rewards.models.served import ServedReward
-from tests.rigs.reward_servers import servers
+from tests.rigs.reward_servers import reward_server
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -60,7 +60,7 @@ def ask(server: dict[str, Any] | None = None, text: str = "three four", **option
     """Returns the columns, or the error, and the request's path and body."""
 
     async def body() -> tuple[Any, Any]:
-        async with servers(1, **(server or {})) as (one,):
+        async with reward_server(**(server or {})) as one:
             reward = ServedReward("rm", one.url, **options)
             try:
                 columns = await reward.compute_score("d", text, "7", QUESTION)
@@ -88,7 +88,7 @@ def test_the_conversation_is_sent_as_token_ids_with_one_begin(tmp_path: Path, te
 @pytest.mark.heavy
 def test_a_long_input_loses_its_begin_and_says_so(tmp_path: Path, logged: list[str]) -> None:
     async def body() -> None:
-        async with servers(1) as (one,):
+        async with reward_server() as one:
             reward = ServedReward("rm", one.url, path=model(tmp_path, positions=6))
             for text in ("three four five", "three", "three four five six"):
                 columns = await reward.compute_score("d", text, "7", QUESTION)
@@ -184,7 +184,7 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
 
 def test_requests_wait_for_a_server_that_is_restarted_and_say_so(warned: list[str]) -> None:
     async def body() -> None:
-        async with servers(1, score=lambda body: float(len(body["messages"][-1]["content"]))) as (one,):
+        async with reward_server(score=lambda body: float(len(body["messages"][-1]["content"]))) as one:
             reward = ServedReward("rm", one.url)
             agent = RewardAgent(reward, limits=Limits(8), retry=Retry(tries=1, timeout_s=30.0))
             one.hang()
@@ -205,7 +205,7 @@ def test_requests_wait_for_a_server_that_is_restarted_and_say_so(warned: list[st
 
 def test_a_router_without_servers_is_asked_again_and_an_overloaded_server_is_not() -> None:
     async def body() -> None:
-        async with servers(1, status=503) as (one,):
+        async with reward_server(status=503) as one:
             reward = ServedReward("rm", one.url)
             asking = asyncio.create_task(reward.compute_score("d", "x", "7", QUESTION))
             await one.until(2)
