@@ -84,7 +84,6 @@ FIRST = (
     # The longest of `make test-fast`.
     "system/test_supervisor.py",
     "tests/test_cli.py",
-    "faults/test_exceptions.py",
     "project/test_bad_input.py",
     "planning/test_planner.py",
     "models/test_probe.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -23,8 +24,8 @@ from dataflow.system.secrets import redact
 
 CLOSE_S = 5.0
 """Seconds that a server may take to end after SIGTERM."""
-CHECKS_S = (0.05, 0.5)
-"""Seconds between two checks of a server that starts, at first and at most: nothing else says that it listens."""
+_CHECKS_S = (0.05, 0.5)
+"""Seconds between two checks of a server that starts, at first and at most: nothing says that it listens."""
 _TRY_S = 5.0
 _TAIL = 1 << 18
 """Bytes at the end of a log in which a reason is looked for."""
@@ -115,17 +116,21 @@ class Child:
             RunError: it does not in time, or has ended.
         """
         assert self._process is not None
-        end, (pause_s, most_s) = time.monotonic() + self._start_s, CHECKS_S
+        end, (pause_s, most_s) = time.monotonic() + self._start_s, _CHECKS_S
         see = "its own error is above" if self._log is None else f"see {self._log}"
-        while not self._answers():
-            if self._process.poll() is not None:
-                raise RunError(f"{self._what} did not start ({self.reason()}); {see}.")
-            if time.monotonic() > end:
-                raise RunError(
-                    f"{self._what} did not start (no answer to GET {self._ready} in {self._start_s:g} s); {see}."
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, most_s)
+        descriptor = None if self._process.poll() is not None else os.pidfd_open(self._process.pid)
+        try:
+            while not self._answers():
+                if descriptor is None or select.select([descriptor], [], [], pause_s)[0]:  # its end wakes at once
+                    self._process.wait()
+                    raise RunError(f"{self._what} did not start ({self.reason()}); {see}.")
+                if time.monotonic() > end:
+                    why = f"no answer to GET {self._ready} in {self._start_s:g} s"
+                    raise RunError(f"{self._what} did not start ({why}); {see}.")
+                pause_s = min(2 * pause_s, most_s)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _answers(self) -> bool:
         try:

@@ -6,7 +6,6 @@ import asyncio
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -24,7 +23,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
 
 PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
 KEY = "Zq7/Wm3+Lk9pTx2vNb8RcYd5Hs4"
-HOWS = ("score", "prose", "no_json", "header", "401", "500", "307", "429")
+HOWS = ("score", "no_json", "header", "401", "307")
 
 
 @pytest.fixture
@@ -122,33 +121,6 @@ def test_whole_runs_keep_it(
     assert code == 1
     assert "answered 401: you sent Basic ***" in err
     assert f"url: http://***@{server.url[7:]}" in (tmp_path / "runs" / "login" / "config.yaml").read_text()
-
-
-def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_SERVICE_API_KEY", KEY)
-
-    def compute_score(**_arguments: Any) -> dict[str, Any]:
-        try:
-            raise KeyError(f"inner {KEY}")
-        except KeyError as error:
-            raise ValueError({"headers": {"Authorization": f"Bearer {KEY}"}}) from error
-
-    async def body() -> BaseException:
-        agent = RewardAgent(compute_score, ledger=Ledger(tmp_path / "ledger.db", "run"))
-        agent.submit(1, Batch([0], {"response_text": ["7"], "ground_truth": ["7"], "data_source": ["d"]}))
-        try:
-            await agent.collect(1)
-        except RewardFailed as error:
-            return error
-        finally:
-            await agent.close()
-        raise AssertionError("it has failed")
-
-    error = asyncio.run(body())
-    assert "Bearer ***" in str(error)
-    assert KEY not in str(error)
-    for name, content in everything(tmp_path):
-        assert KEY not in content, name
 
 
 def test_the_log_shows_no_values_of_variables(capsys: pytest.CaptureFixture[str], key: str) -> None:

@@ -41,7 +41,8 @@ def torn(place: ToyPlace, tmp_path: Path) -> ToyPlace:
     """A copy of the run at another place, as if it had been killed."""
     copy = ToyPlace(tmp_path, "mini-batch", STEPS)
     shutil.copytree(place.run, copy.run)
-    set_running(copy.run)
+    summary = copy.run / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "status": "failed"}))
     return copy
 
 
@@ -54,14 +55,7 @@ def halve(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def set_running(run: Path) -> None:
-    """Leaves the summary that a killed run has."""
-    file = run / "summary.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "status": "failed"}))
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "moved": lambda run: None,
     "trace torn": lambda run: halve(run / "trace.json"),
     "metrics gone": lambda run: (run / "metrics.jsonl").unlink(),
     "ledger gone": lambda run: [file.unlink() for file in run.glob("rewards.sqlite*")],
@@ -79,23 +73,13 @@ def test_a_damaged_run_is_resumed_to_the_same_weights(damage: str, torn: ToyPlac
     assert torn.facts()["steps"] == [*range(POINT + 1 if damage == "metrics gone" else 1, STEPS + 1)]
 
 
-def test_torn_metrics_lose_that_row_alone(torn: ToyPlace, whole: dict[str, Any]) -> None:
-    file = torn.run / "metrics.jsonl"
-    rows = file.read_text().splitlines(keepends=True)
-    lost = json.loads(rows[0])["step"]
-    file.write_text("".join([rows[0][: len(rows[0]) // 2] + "\n", *rows[1:]]))
-    resume(torn.run, steps=STEPS)
-    assert torn.facts()["weights"] == whole["weights"]
-    assert torn.facts()["steps"] == [step for step in range(1, STEPS + 1) if step != lost]
-
-
 def test_fewer_steps_than_the_checkpoint_are_refused(torn: ToyPlace) -> None:
     with pytest.raises(ConfigError, match=rf"steps=2: run '.*' has made step {POINT}; give as many steps or more"):
         resume(torn.run, steps=2)
 
 
-@pytest.mark.parametrize("policy", ["baseline", "off-policy", "both+stream"])
-def test_the_policy_may_be_changed_where_that_is_allowed(policy: str, torn: ToyPlace) -> None:
+def test_the_policy_may_be_changed_where_that_is_allowed(torn: ToyPlace) -> None:
+    policy = "both+stream"
     with pytest.raises(ConfigError, match="leave it out, or allow it"):
         resume(torn.run, f"policy={policy}", steps=STEPS)
     done = resume(torn.run, f"policy={policy}", "policy.order=index", "resume.allow=[policy]", steps=STEPS)

@@ -25,7 +25,10 @@ from dataflow.system.address import without_login
 from dataflow.system.children import command
 from dataflow.system.http import short
 from dataflow.system.loopback import ADDRESS
-from dataflow.system.serving import CHECKS_S, Child, Port
+from dataflow.system.serving import Child, Port
+
+_AGAIN_S = 0.5
+"""Seconds between two tries to reach a server: nothing says here when it listens again."""
 
 
 def serve_command(
@@ -201,15 +204,26 @@ class Sleeper:
         await self._all(True)
 
     async def _all(self, asleep: bool) -> None:
-        calls = (asyncio.to_thread(_set_asleep, url, asleep, self.limit_s, self.what) for url in self.urls)
-        await asyncio.gather(*calls)
+        await asyncio.gather(*(self._one(url, asleep) for url in self.urls))
+
+    async def _one(self, url: str, asleep: bool) -> None:
+        """Puts a server to sleep, or wakes it; one that does not listen may be starting again, and is awaited."""
+        end = time.monotonic() + self.limit_s
+        while True:
+            try:
+                return await asyncio.to_thread(_set_asleep, url, asleep, self.limit_s, self.what)
+            except (OSError, HTTPException) as error:
+                if time.monotonic() > end:
+                    raise RunError(
+                        f"{self.what}: server {root_of(without_login(url)[0])} does not answer within "
+                        f"{self.limit_s:g} s ({error}); see its log in servers/ of the run."
+                    ) from error
+            await asyncio.sleep(_AGAIN_S)
 
 
 def _set_asleep(url: str, asleep: bool, limit_s: float, what: str) -> None:
-    """Puts a server to sleep, or wakes it; one that does not listen is awaited, as it may be restarted."""
     shown, login = without_login(url)
     root, headers = root_of(shown), {"Authorization": login} if login else {}
-    end = time.monotonic() + limit_s
 
     def ask(call: str, method: str) -> str:
         data = b"" if method == "POST" else None
@@ -219,20 +233,13 @@ def _set_asleep(url: str, asleep: bool, limit_s: float, what: str) -> None:
 
     does = f"{what}: server {root} does not {'sleep' if asleep else 'wake up'}"
     fix = "start vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 on a GPU, or give placement=own"
-    while True:
-        try:
-            ask("sleep?level=1" if asleep else "wake_up", "POST")
-            answer = ask("is_sleeping", "GET")
-        except urllib.error.HTTPError as error:
-            if error.code >= 500:  # it knows the call
-                fix = "see its log, and give it less of the GPU's memory (gpu_memory), or give placement=own"
-            answer = f"{error.code}: {short(str(error.read(1000), errors='replace'))}"
-            raise RunError(f"{does} ({error.filename} answered {answer}); {fix}.") from None
-        except (OSError, HTTPException) as error:
-            if time.monotonic() > end:
-                raise RunError(f"{does} within {limit_s:g} s ({error}); see its log in servers/ of the run.") from error
-            time.sleep(CHECKS_S[1])
-            continue
-        if f'"is_sleeping":{str(asleep).lower()}' not in answer.replace(" ", ""):
-            raise RunError(f"{does} (/is_sleeping answered {short(answer)}); {fix}.")
-        return
+    try:
+        ask("sleep?level=1" if asleep else "wake_up", "POST")
+        answer = ask("is_sleeping", "GET")
+    except urllib.error.HTTPError as error:
+        if error.code >= 500:  # it knows the call
+            fix = "see its log, and give it less of the GPU's memory (gpu_memory), or give placement=own"
+        answer = f"{error.code}: {short(str(error.read(1000), errors='replace'))}"
+        raise RunError(f"{does} ({error.filename} answered {answer}); {fix}.") from None
+    if f'"is_sleeping":{str(asleep).lower()}' not in answer.replace(" ", ""):
+        raise RunError(f"{does} (/is_sleeping answered {short(answer)}); {fix}.")

@@ -23,7 +23,6 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dataflow.rewards.judge.server import completion, grade, serve
@@ -39,15 +38,11 @@ WAIT_S = 30.0
 MODES = {
     "ok": "a score",
     "none": "empty content",
-    "nan": "'Score: nan'",
-    "prose": "words without a score",
     "half_json": "the first half of the JSON",
     "reset": "the first half of the body, then a reset of the connection",
     "status": "status:CODE[:RETRY_AFTER], an error of that status",
-    "error": "error:CODE[:RETRY_AFTER], that error in a body of status 200",
     "hang": "no answer, ever",
     "echo": "echo:HOW, sends the request's Authorization back: a STATUS, score, prose, no_json, header or mixed",
-    "late": "late:SECONDS, a score after so many seconds",
 }
 
 
@@ -59,7 +54,7 @@ class Behaviour:
         self._since = 0
         self._came: Counter[str] = Counter()
         self._bodies: Counter[bytes] = Counter()
-        self._now = self._peak = 0
+        self._now = 0
         self._news = asyncio.Condition()
 
     def next_mode(self) -> str:
@@ -75,14 +70,11 @@ class Behaviour:
         return mode
 
     async def behave(self, request: web.Request) -> web.Response:
-        """POST /behave: mode; count, how many requests to misbehave to (0: all); every, to each how manieth; after."""
+        """POST /behave."""
         from aiohttp import web
 
         wanted = await request.json()
-        if wanted["mode"].partition(":")[0] not in MODES:
-            return web.json_response({"error": f"unknown mode; there are {', '.join(MODES)}"}, status=400)
-        self.mode, self.count, self.every = wanted["mode"], wanted.get("count", 0), wanted.get("every", 1)
-        self.after = wanted.get("after", 0)
+        self.mode, self.count, self.every, self.after = (wanted[name] for name in ("mode", "count", "every", "after"))
         self._since = 0
         return web.json_response({})
 
@@ -98,7 +90,6 @@ class Behaviour:
                 "requests": self._came.total(),
                 "modes": self._came,
                 "in_flight": self._now,
-                "peak": self._peak,
                 "distinct": len(self._bodies),
                 "most_alike": max(self._bodies.values(), default=0),
             }
@@ -111,23 +102,25 @@ class Behaviour:
         kind, _, rest = mode.partition(":")
         self._bodies[hashlib.blake2b(raw, digest_size=16).digest()] += 1
         self._now += 1
-        self._peak = max(self._peak, self._now)
         async with self._news:
             self._came[mode] += 1
             self._news.notify_all()
         try:
-            return await ANSWERS.get(kind, _said)(request, json.loads(raw), mode if kind in SAID else rest)
+            return await ANSWERS[kind](request, json.loads(raw), rest)
         finally:
             self._now -= 1
 
 
-SAID = {"none": "", "nan": "Score: nan", "prose": "I like this response a lot."}
-
-
-async def _said(request: web.Request, body: dict[str, Any], mode: str) -> web.StreamResponse:
+async def _ok(request: web.Request, body: dict[str, Any], _rest: str) -> web.StreamResponse:
     from aiohttp import web
 
-    return web.json_response(completion(body, SAID[mode] if mode in SAID else _score(body), "fault"))
+    return web.json_response(completion(body, _score(body), "fault"))
+
+
+async def _none(request: web.Request, body: dict[str, Any], _rest: str) -> web.StreamResponse:
+    from aiohttp import web
+
+    return web.json_response(completion(body, "", "fault"))
 
 
 def _score(body: dict[str, Any]) -> str:
@@ -169,14 +162,6 @@ async def _status(request: web.Request, body: dict[str, Any], what: str) -> web.
     return web.json_response({"error": {"message": "misbehaves on command"}}, status=int(code), headers=headers)
 
 
-async def _error(request: web.Request, body: dict[str, Any], what: str) -> web.StreamResponse:
-    from aiohttp import web
-
-    code, _, after = what.partition(":")
-    headers = {"Retry-After": after} if after else None
-    return web.json_response({"error": {"code": int(code), "message": "misbehaves on command"}}, headers=headers)
-
-
 async def _hang(request: web.Request, body: dict[str, Any], _rest: str) -> web.StreamResponse:
     await asyncio.Event().wait()
     raise AssertionError("nobody sets the event")
@@ -207,19 +192,14 @@ async def _echo(request: web.Request, body: dict[str, Any], how: str) -> web.Str
     return web.json_response({"error": {"message": text}}, status=int(how), headers=headers)
 
 
-async def _late(request: web.Request, body: dict[str, Any], seconds: str) -> web.StreamResponse:
-    await asyncio.sleep(float(seconds))
-    return await _said(request, body, "ok")
-
-
 ANSWERS: dict[str, Callable[[web.Request, dict[str, Any], str], Awaitable[web.StreamResponse]]] = {
+    "ok": _ok,
+    "none": _none,
     "half_json": _half_json,
     "reset": _reset,
     "status": _status,
-    "error": _error,
     "hang": _hang,
     "echo": _echo,
-    "late": _late,
 }
 
 
@@ -248,11 +228,6 @@ class FaultServer:
         self._process = Child(words, Port(), None, None, WAIT_S, "the server").__enter__()
         self.url = self._process.url
 
-    @property
-    def pid(self) -> int:
-        """Of its process."""
-        return self._process.pid
-
     def behave(self, mode: str = "ok", *, count: int = 0, every: int = 1, after: int = 0) -> None:
         """Sets the mode for requests that arrive from now on.
 
@@ -271,8 +246,8 @@ class FaultServer:
             requests: waits until so many have come.
 
         Returns:
-            ``requests``; ``modes``, how many were met with each mode; ``in_flight`` now; ``peak``, the most in flight
-            at once; ``distinct``, how many had different bodies; ``most_alike``, how often the most frequent came.
+            ``requests``; ``modes``, how many were met with each mode; ``in_flight`` now; ``distinct``, how many had
+            different bodies; ``most_alike``, how often the most frequent came.
         """
         return self._call(f"/seen?requests={requests}")
 
@@ -294,17 +269,11 @@ class FaultServer:
         self._process.start()
         self._process.wait_ready()
 
-    def close(self) -> None:
-        """Ends it; may be called twice."""
-        self._process.close()
-
     def __enter__(self) -> FaultServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
 
 
 if __name__ == "__main__":
