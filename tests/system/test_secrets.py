@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
 from dataflow.system.secrets import KNOWN, MASK, keep_secret, keep_secrets, key_of, redact, redact_known, redact_values
 
@@ -20,13 +14,9 @@ def test_known_values_are_masked_in_texts_and_in_nested_data() -> None:
     keep_secret("Zq7/Wm3")
     keep_secret(KEY)  # which contains the other
     assert redact(f"of {KEY}, xZq7/Wm3x") == "of ***, x***x"
-    assert redact_known({"a": [f"x{KEY}", 5], "b": {"c": KEY}}) == {"a": ["x***", 5], "b": {"c": MASK}}
-
-
-def test_a_value_that_is_too_short_masks_nothing() -> None:
-    for short in (None, "", "1", "abcde"):
-        keep_secret(short)
+    keep_secret("abcde")  # too short
     assert redact("abcde 1") == "abcde 1"
+    assert redact_known({"a": [f"x{KEY}", 5], "b": {"c": KEY}}) == {"a": ["x***", 5], "b": {"c": MASK}}
 
 
 @pytest.mark.parametrize(
@@ -64,13 +54,6 @@ def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact_known("a-key-of-words") == MASK
 
 
-def test_a_new_process_knows_its_environment() -> None:
-    code = "from dataflow.system.secrets import redact_known; print(redact_known('a-key-of-words'))"
-    given = os.environ | {"MY_API_KEY": "a-key-of-words"}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"{MASK}\n", done.stderr
-
-
 def test_configurations() -> None:
     values = {
         "judge": {"url": ["http://me:password-1@host"], "api_key_env": "JUDGE_KEY", "options": {"api_key": "abc"}},
@@ -86,15 +69,9 @@ def test_configurations() -> None:
     }
 
 
-def test_an_error_of_the_configuration_shows_no_password() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_overrides(RunConfig, ["engine.urls={a: 'http://me:hunter2@h'}"])
-    assert "http://***@h" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("held", "what"),
-    [(None, "is not set"), ("  ", "is not set"), ("two words-of-9", "holds a space"), ("clé-1234-9", "holds a space")],
+    [(None, "is not set"), ("two words-of-9", "holds a space")],
 )
 def test_a_variable_that_holds_no_key(monkeypatch: pytest.MonkeyPatch, held: str | None, what: str) -> None:
     if held is not None:

@@ -148,8 +148,7 @@ def test_a_run_that_dies_is_reported_in_one_sentence(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True], ids=["command", "group"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(("number", "whole"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, True)])
 def test_a_signal_ends_the_run_once(
     tmp_path: Path, commands: list[Command], number: signal.Signals, whole: bool
 ) -> None:
