@@ -305,7 +305,10 @@ def test_groups_that_were_returned_are_not_requested_again_and_the_next_call_rep
 @pytest.mark.parametrize(
     ("lives", "message"),
     [
-        (["dies"], "the process that ran it died (killed, or out of memory): 2 deaths of 'desk' with restarts=1"),
+        (
+            ["dies"],
+            "2 deaths of 'desk' with restarts=1; the last: the process that ran it died (killed, or out of memory)",
+        ),
         (
             ["dies", "raises in submit"],
             "'desk' died, and request[1] could not run again after the restart: ValueError: no room",

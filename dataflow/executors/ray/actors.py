@@ -150,9 +150,7 @@ class Actors:
 
     def _reason_of(self, rank: int) -> str:
         """Returns the file for the reason of a rank's death, on its node."""
-        if self._is_here(rank):
-            return str(Path(self._reasons.name) / str(rank))
-        return f"/tmp/dataflow-{self._nonce}-{rank}"
+        return f"{self._reasons.name}/{rank}" if self._is_here(rank) else f"/tmp/dataflow-{self._nonce}-{rank}"
 
     def _is_here(self, rank: int) -> bool:
         return self._cluster is None or self._places[rank].where.node == self._cluster.here
@@ -168,23 +166,22 @@ class Actors:
         """
         if unreachable(error):
             await self._death()
-        files = sorted(Path(self._reasons.name).glob("*"))
-        reasons = [self._frozen(_taken(str(file))) for file in files]
-        if self._cluster is None:
-            return " ".join(reasons)
         import ray
 
+        reasons: list[str] = []
         left = {node["NodeID"] for node in alive(ray.nodes())}
         for rank, (where, _port) in enumerate(self._places):
-            if where.node not in left:
-                gone = f"node {where.address}, where it ran, is gone."
-                reasons += [] if gone in reasons else [gone]
-            elif not self._is_here(rank):
+            path = self._reason_of(rank)
+            if self._is_here(rank):
+                reasons.append(self._frozen(_taken(path)))
+            elif where.node not in left:
+                reasons.append(f"node {where.address}, where it ran, is gone.")
+            else:
                 with suppress(Exception):  # the node may be going; the death is reported without a reason
                     async with asyncio.timeout(_LAST_WORDS_S):
                         taken = ray.remote(num_cpus=0, max_retries=0, label_selector={NODE_ID: where.node})(_taken)
-                        reasons.append(self._frozen(await fetch(taken.remote(self._reason_of(rank)))))
-        return " ".join(filter(None, reasons))
+                        reasons.append(self._frozen(await fetch(taken.remote(path))))
+        return " ".join(dict.fromkeys(filter(None, reasons)))
 
     def _frozen(self, text: str) -> str:
         """Returns why user code froze a process, and logs its stacks; "" if it ended in another way."""
@@ -213,21 +210,18 @@ class Actors:
 
         Ray knows at once of a process that ended, and after some seconds of a node that is gone.
         """
-        asked = [actor.place.options(max_task_retries=-1).remote() for actor in self]
-        left = {asyncio.ensure_future(fetch(answer)) for answer in asked}
-        death: Exception | None = None
+        asked = [asyncio.ensure_future(_outcome(actor.place.options(max_task_retries=-1).remote())) for actor in self]
         try:
             async with asyncio.timeout(_SETTLED_S):
-                while left and death is None:
-                    done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                    errors = (each.exception() for each in done)
-                    death = next((error for error in errors if isinstance(error, Exception) and died(error)), None)
+                for outcome in asyncio.as_completed(asked):
+                    if died(error := await outcome):
+                        return error
         except TimeoutError:
             logger.warning("'{}' does not answer, and Ray knows of no process that died.", self._spec.name)
         finally:
-            for answer in left:
+            for answer in asked:
                 answer.cancel()
-        return death
+        return None
 
     def kill(self) -> None:
         """Kills the actors and releases their nodes and GPUs."""
@@ -238,6 +232,15 @@ class Actors:
         if self._reserved is not None:
             self._reserved.release()
         self._actors, self._reserved, self._places = [], None, []
+
+
+async def _outcome(answer: Any) -> Exception | None:
+    """Returns the error of a call; None if it answered."""
+    try:
+        await answer
+    except Exception as error:
+        return error
+    return None
 
 
 def _taken(path: str) -> str:

@@ -13,10 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dataflow.errors import RunError
 from dataflow.executors.base import ALONE, Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
-from dataflow.executors.ray.answers import cause, fetch, last_words
+from dataflow.executors.ray.answers import cause, fetch
 from dataflow.executors.ray.connection import join_ray, start_ray
 from dataflow.executors.ray.logs import log_lines
 from dataflow.executors.ray.nodes import NodeRule, check_count
@@ -165,10 +164,7 @@ class RayExecutor:
     def put(self, value: Any) -> Any:
         import ray
 
-        try:
-            return ray.put(value)
-        except ray.exceptions.RayError as error:
-            raise RunError(f"Ray's object store does not take the run's inputs: {last_words(error)}") from error
+        return ray.put(value)
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         self._running[task.id] = asyncio.create_task(self._run(task, call, values))
@@ -195,8 +191,6 @@ class RayExecutor:
 
     async def close(self) -> None:
         """Ends the actors and a local Ray. A service that does not close within ``Hosted.close_s`` is killed."""
-        import ray
-
         report(ray="closing")
         for running in self._running.values():
             running.cancel()
@@ -204,9 +198,6 @@ class RayExecutor:
         self._running.clear()
         for workers in self._hosts.values():
             workers.end()
-        if not ray.is_initialized():
-            self._disconnect()
-            return
         closing = [
             asyncio.wait_for(fetch(actor.close.remote()), workers.spec.close_s)
             for workers in self._hosts.values()
@@ -218,12 +209,8 @@ class RayExecutor:
         for workers in self._hosts.values():
             workers.actors.kill()
         self._hosts.clear()
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        """Stops the Ray that this executor has started, or disconnects from the cluster that it has joined."""
-        import ray
-
         if self._connected:
+            import ray
+
             ray.shutdown()
             self._connected = False

@@ -45,11 +45,6 @@ def alive(rows: Sequence[Node]) -> list[Node]:
     return [row for row in rows if row["Alive"]]
 
 
-def bundle_of(share: float, devices: int = 1) -> dict[str, float]:
-    """Returns the resources of a process with a share of a number of GPUs."""
-    return {"GPU": share * devices} if share else {"CPU": _CPU}
-
-
 def lacking(rule: NodeRule, number: int, bundle: Mapping[str, float], nodes: Sequence[Node]) -> str:
     """Returns what the nodes of a cluster lack for the processes of a service, as a clause; "" if nothing is known.
 
@@ -64,8 +59,6 @@ def lacking(rule: NodeRule, number: int, bundle: Mapping[str, float], nodes: Seq
     labelled = [node for node in nodes if all(_selected(s, node["Labels"].get(n)) for n, s in rule.labels.items())]
     wanted = ", ".join(f"{name}={value}" for name, value in rule.labels.items())
     of = f" with the label {wanted}" if wanted else ""
-    if not nodes:
-        return "the cluster has no node that is alive"
     if not labelled:
         return f"no node of the cluster has the label {wanted} (it has {'; '.join(map(_named, nodes[:8]))})"
     kind, each = next(iter(bundle.items()))
@@ -123,6 +116,7 @@ class Places:
         rule: for the nodes; None leaves them to Ray, as on a cluster of one.
 
     Attributes:
+        bundle: resources of a process.
         options: of the actor of each process, for Ray.
         seen: of each process, refs to the ids of the GPUs to pass to :func:`see` in it; none if Ray sets them itself.
 
@@ -133,7 +127,7 @@ class Places:
     def __init__(self, number: int, share: float, devices: int = 1, rule: NodeRule | None = None) -> None:
         if share > 1 and share != int(share):
             raise ConfigError(f"{share:g} GPUs for a process: Ray shares one GPU, not several; give whole ones.")
-        self.bundle = bundle_of(share, devices)
+        self.bundle: dict[str, float] = {"GPU": share * devices} if share else {"CPU": _CPU}
         self._groups: list[Any] = []
         self._slots: list[Any] = []
         self.seen: list[list[Any]] = [[] for _ in range(number)]
@@ -168,10 +162,9 @@ class Places:
 
     def release(self) -> None:
         """Releases what was reserved; GPUs that an actor requested itself are released with the actor."""
-        import ray
         from ray.util.placement_group import remove_placement_group
 
-        for group in self._groups if ray.is_initialized() else ():
+        for group in self._groups:
             remove_placement_group(group)
         self._groups, self._slots = [], []
 

@@ -18,7 +18,7 @@ from loguru import logger
 from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.executors.base import Chunk, Done, Report, StageCall
 from dataflow.executors.ray.actors import Actors, Membership
-from dataflow.executors.ray.answers import DIED, cause, died, fetch, last_words
+from dataflow.executors.ray.answers import cause, died, fetch
 from dataflow.executors.ray.logs import log_lines
 from dataflow.executors.ray.pickling import pickled
 from dataflow.executors.ray.replays import Replays, Submission
@@ -283,14 +283,10 @@ class WorkerGroup:
         self.deaths += 1
         if self.actors.freezes >= _FREEZES:
             raise RunError(f"'{self.spec.name}' froze {self.actors.freezes} times; the last: {reason}") from error
-        if self.deaths > self.spec.restarts and reason:
-            raise RunError(
-                f"{self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; the last: {reason}"
-            ) from error
         if self.deaths > self.spec.restarts:
             raise RunError(
-                f"{DIED}: {self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; "
-                f"see Ray's log for its last output: {last_words(error)}"
+                f"{self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; the last: "
+                f"{reason or cause(error)}"
             ) from error
 
     def _warn(self, left: Sequence[Submission], reason: str) -> None:
