@@ -51,20 +51,6 @@ def host_and_port(text: str) -> tuple[str, int]:
     return found[1] or found[2], int(found[3])
 
 
-def listening(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
-    """Returns a socket that listens at an address of this machine, IPv4 or IPv6.
-
-    Args:
-        host: the address.
-        port: 0 takes a free one.
-        backlog: connections that may wait to be accepted.
-
-    Raises:
-        OSError: nothing can listen there.
-    """
-    return socket.create_server((host, port), family=family_of(host), backlog=backlog)
-
-
 def family_of(host: str) -> socket.AddressFamily:
     """Returns the kind of a socket for an address: that of IPv6 if it has a colon."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
-from dataflow.system.address import host_and_port, host_port, is_address, listening
-from tests.rigs.addresses import OTHERS
+from dataflow.system.address import host_and_port, host_port, is_address
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -30,9 +27,3 @@ def test_an_address_of_ipv6_needs_brackets(text: str) -> None:
 def test_what_is_no_host_with_a_port_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="it is not host:port"):
         host_and_port(text)
-
-
-@pytest.mark.parametrize("host", OTHERS)
-def test_a_socket_listens_at_its_address(host: str) -> None:
-    with listening(host) as server, socket.create_connection(server.getsockname()[:2], timeout=10) as client:
-        assert client.getpeername()[0] == host

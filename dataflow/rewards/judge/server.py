@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import resource
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataflowError
 from dataflow.rewards.gsm8k import compute_score
 from dataflow.rewards.judge.rubric import estimate, read_messages
-from dataflow.system.address import host_port, listening
+from dataflow.system.address import family_of, host_port
 from dataflow.system.children import command
 from dataflow.system.loopback import ADDRESS
 from dataflow.system.serving import Child, Port
@@ -93,7 +94,7 @@ def serve(app: web.Application, host: str, port: int, **options: Any) -> None:
     most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    bound = listening(host, port, _BACKLOG)
+    bound = socket.create_server((host, port), family=family_of(host), backlog=_BACKLOG)
     if not port:
         print(json.dumps({"url": f"http://{host_port(*bound.getsockname()[:2])}"}), flush=True)
     app.router.add_get("/health", well)
