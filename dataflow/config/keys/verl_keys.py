@@ -12,7 +12,6 @@ from importlib import resources
 from typing import Any
 
 from dataflow.config.keys import yaml_values
-from dataflow.errors import alike
 
 TABLE = "verl_keys.yaml"
 _NO_CRITIC = "critic"
@@ -110,12 +109,10 @@ def hint(key: str, exactly: bool = False, critic: bool = False) -> str | None:
 
     Args:
         key: as the user wrote it.
-        exactly: ignore misspelt keys, and unknown keys of verl's sections.
+        exactly: ignore unknown keys of verl's sections.
         critic: whether the pipeline has a critic.
 
     >>> hint("data.train_batch_size")
-    "verl's 'data.train_batch_size' is 'data.prompts' here."
-    >>> hint("data.train_batchsize")
     "verl's 'data.train_batch_size' is 'data.prompts' here."
     >>> hint("critic.optim.lr", critic=True)
     "verl's 'critic.optim.lr' is 'critic.lr' here."
@@ -126,19 +123,10 @@ def hint(key: str, exactly: bool = False, critic: bool = False) -> str | None:
     if key in COMMON:
         ours, meaning = COMMON[key]
         return f"'{ours}' is {meaning}."
-    # A key of the same name and meaning is no unknown one.
-    known = {name: row for name, row in keys().items() if row.ours != name and (critic or not _of_critic(name, row))}
-    section, _, leaf = key.rpartition(".")
-    name = key
-    if key not in known and exactly:
-        found = keys().get(key)
-        return _answer(key, found, critic) if found is not None and found.ours != key else None
-    if key not in known and section and not _of_critic(key, keys().get(key)):
-        siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section and not k.endswith("*")}
-        name = siblings.get(alike(leaf, siblings) or "", key)
-    if (row := keys().get(name)) is not None and row.ours != name:
-        return _answer(name, row, critic)
-    return _section_of(key, known, exactly, critic)
+    row = keys().get(key)
+    if row is not None and row.ours != key:  # a key of the same name and meaning is no unknown one
+        return _answer(key, row, critic)
+    return None if exactly else _section_of(key, critic)
 
 
 def _of_critic(key: str, row: Meaning | None) -> bool:
@@ -159,16 +147,14 @@ def _answer(name: str, row: Meaning, critic: bool) -> str | None:
     return f"verl's '{name}' is '{row.ours}' here{f': {row.note}' if row.note else ''}."
 
 
-def _section_of(key: str, known: Mapping[str, Meaning], exactly: bool, critic: bool) -> str | None:
+def _section_of(key: str, critic: bool) -> str | None:
     """Returns the answer to a key in one of verl's sections, by the innermost that the table knows."""
-    notes = {name: text for name, text in sections().items() if not (critic and name == "critic")}
     section = key
-    while section and not exactly:
-        row = known.get(f"{section}.*") or (known.get(section) if section != key else None)
+    while section:
+        row = keys().get(f"{section}.*")
         if row is not None and row.moved is None:
             return _answer(section, row, critic)
-        if section in notes:
-            break
+        if section in sections() and not (critic and section == _NO_CRITIC):
+            return f"verl's section '{section}' is not one here: {sections()[section]}."
         section = section.rpartition(".")[0]
-    section = key if exactly else section
-    return f"verl's section '{section}' is not one here: {notes[section]}." if section in notes else None
+    return None

@@ -91,7 +91,6 @@ def test_every_key_is_one_of_verls() -> None:
         ("data.train_batch_size", "is 'data.prompts' here"),
         ("+data.train_batch_size", "is 'data.prompts' here"),
         ("trainer.save_freq", "is 'checkpoint.every' here: 0 saves none"),
-        ("trainer.save_frequ", "verl's 'trainer.save_freq' is 'checkpoint.every' here"),
         ("trainer.resume_from_path", "'dataflow resume runs/NAME' resumes"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", "data.prompts divided by verl's value"),
         ("actor_rollout_ref.rollout.no_such_key", "section engine holds the options of rollout"),
