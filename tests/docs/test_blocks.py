@@ -30,7 +30,7 @@ PYTHON = {
     "docs/extending.md": ("test_docs_extending.py", 2),
     "docs/pipelines.md": ("test_docs_pipelines.py", 4),
     "docs/rewards.md": ("test_docs_rewards.py", 5),
-    "docs/tools.md": ("test_docs_tools.py", 3),
+    "docs/tools.md": ("test_docs_tools.py", 2),
 }
 """Pages whose own test runs their Python, and how many blocks it knows."""
 
@@ -59,7 +59,6 @@ OTHERS = {
     ("docs/timeline.md", "gpu     R1===="): "output, shortened: tests/timeline/test_downtime.py",
     ("docs/timeline.md", "profiled (the files"): "output, shortened: tests/timeline/test_text.py",
     ("docs/tools.md", "prompt | <tool_call>"): "a picture of a mask",
-    ("docs/tools.md", '{"properties"'): "output: test_docs_tools.py",
     ("docs/tools.md", "[ToolCall("): "output: test_docs_tools.py",
     ("docs/tour.md", '{"question"'): "rows of data: test_readme.py",
     ("docs/tour.md", "GPU pool idle"): "output of the trace of the README, compared below",

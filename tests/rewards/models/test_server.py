@@ -14,22 +14,12 @@ import psutil
 import pytest
 
 from dataflow.errors import RunError
-from dataflow.rewards.models.server import Sleeper, router_command, serve_command, server_environment
+from dataflow.rewards.models.server import Sleeper, serve_command, server_environment
 from dataflow.system.serving import Child, Port, reason_in
 from tests.rigs.processes import left
 from tests.rigs.stand_in_server import COMMAND
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
-
-
-def test_the_command_of_a_server_on_a_cpu() -> None:
-    words = serve_command("rm", path="/m", kind="classify", device="cpu", max_model_len=64, template="/t.jinja")
-    assert words[1:4] == ["-P", "-m", "vllm.entrypoints.openai.api_server"]
-    assert words[4:] == [
-        "--model", "/m", "--served-model-name", "rm", "--runner", "pooling", "--dtype", "float32",
-        "--max-model-len", "64", "--max-num-seqs", "64", "--chat-template", "/t.jinja",
-        "--uvicorn-log-level", "warning", "--enforce-eager",
-    ]  # fmt: skip
 
 
 def test_the_command_of_a_judge_that_shares_its_gpus() -> None:
@@ -42,15 +32,6 @@ def test_the_command_of_a_judge_that_shares_its_gpus() -> None:
     assert server_environment("cuda", sleeps=True)["VLLM_SERVER_DEV_MODE"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in server_environment("cuda")
     assert server_environment("cpu", 3)["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "3")
-
-
-def test_the_command_of_a_router() -> None:
-    words = router_command(["http://a", "http://b"], 8, "cache_aware")
-    assert words[1:7] == ["-P", "-m", "vllm_router.launch_router", "--worker-urls", "http://a", "http://b"]
-    text = " ".join(words)
-    assert "--prometheus-port 8 --policy cache_aware " in text
-    assert text.endswith("--disable-retries --disable-circuit-breaker")
-    assert "--policy round_robin" in " ".join(router_command(["http://a"], 8, "power_of_two"))
 
 
 def test_the_reason_is_the_first_error_of_the_last_start(tmp_path: Path) -> None:
