@@ -270,7 +270,7 @@ def cut(text: str, longest: int, side: str) -> str:
     """Returns a text without its middle, left or right side if it is longer, with a note of that in its place.
 
     >>> cut("abcdefgh", 4, "middle")
-    'ab\n[4 of 8 characters are left out here]\ngh'
+    'ab\\n[4 of 8 characters are left out here]\\ngh'
     """
     gone = len(text) - longest
     if gone <= 0:

@@ -129,7 +129,7 @@ def test_a_template_of_qwens_kind_describes_tools_and_one_that_leaves_them_out_i
     batch = converse(engine, box, prompts_of(tokenizer))
     _whole, drawn, told = parts(batch, tokenizer)
     assert drawn == both + END + ANSWERED + END
-    answers = ("2", "error: ValueError: division by zero")
+    answers = ("2", "error: ZeroDivisionError: division by zero")
     responses = "".join(f"\n<tool_response>\n{text}\n</tool_response>" for text in answers)
     assert told == f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
     asked = tokenizer.decode(engine.asked[0, 0, 0])
