@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from importlib.machinery import PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
@@ -324,3 +325,21 @@ def test_a_pipeline_loaded_by_path_travels_by_value(tmp_path):
         del sys.modules[spec.name]
     service, stages = pickle.loads(blob)
     assert stages["mine"](7, service=service.build()) == 21
+
+
+def test_the_stages_of_an_editable_install_are_imported_by_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By value, each actor would hold copies of the package's functions, without the modules that they are in."""
+    import cloudpickle  # type: ignore[import-untyped] # noqa: F401
+
+    from dataflow.stages import advantage
+
+    class Finder:
+        """As setuptools installs one: it finds the package, which is in no directory of ``sys.path``."""
+
+        find_spec = PathFinder.find_spec
+
+    monkeypatch.setattr(PathFinder, "find_spec", lambda *_given: None)
+    blob = pickled(Hosted("controller", dict), {"advantage": advantage.advantage})
+    assert b"_make_function" in blob, "no finder finds the module"
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert b"_make_function" not in pickled(Hosted("controller", dict), {"advantage": advantage.advantage})

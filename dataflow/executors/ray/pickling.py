@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from dataflow.graph import Hosted, Stage
@@ -33,8 +34,6 @@ def pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
 
 def _importable(module: ModuleType) -> bool:
     """Whether an import of the module's name finds its file; cloudpickle pickles ``__main__`` by value anyway."""
-    from importlib.machinery import PathFinder
-
     file = getattr(module, "__file__", None)
     if file is None or module.__name__ == "__main__":
         return True
@@ -42,8 +41,14 @@ def _importable(module: ModuleType) -> bool:
     found = None
     parts = module.__name__.split(".")
     for n in range(1, len(parts) + 1):
-        found = PathFinder.find_spec(".".join(parts[:n]), where)
+        found = _found(".".join(parts[:n]), where)
         if found is None:
             return False
         where = list(found.submodule_search_locations or ())
     return found is not None and found.origin == file
+
+
+def _found(name: str, where: Sequence[str] | None) -> ModuleSpec | None:
+    """Returns what an import of a name finds, by all finders: that of an editable install is none of the path's."""
+    specs = (finder.find_spec(name, where) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
