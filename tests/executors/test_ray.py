@@ -328,7 +328,7 @@ def test_a_pipeline_loaded_by_path_travels_by_value(tmp_path):
 
 
 def test_the_stages_of_an_editable_install_are_imported_by_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By value, each actor would hold copies of the package's functions, without the modules that they are in."""
+    """By value, each actor would hold copies of the functions that stages call, without the modules they are in."""
     import cloudpickle  # type: ignore[import-untyped] # noqa: F401
 
     from dataflow.stages import advantage
@@ -338,8 +338,8 @@ def test_the_stages_of_an_editable_install_are_imported_by_the_workers(monkeypat
 
         find_spec = PathFinder.find_spec
 
-    monkeypatch.setattr(PathFinder, "find_spec", lambda *_given: None)
-    blob = pickled(Hosted("controller", dict), {"advantage": advantage.advantage})
-    assert b"_make_function" in blob, "no finder finds the module"
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert b"_make_function" not in pickled(Hosted("controller", dict), {"advantage": advantage.advantage})
+    monkeypatch.setattr(PathFinder, "find_spec", lambda *_given, **_named: None)
+    monkeypatch.setattr(sys, "meta_path", [Finder])
+    assert b"_estimate" not in pickled(Hosted("controller", dict), {"advantage": advantage.advantage})
+    monkeypatch.setattr(sys, "meta_path", [])
+    assert b"_estimate" in pickled(Hosted("controller", dict), {"advantage": advantage.advantage})
