@@ -62,6 +62,7 @@ _ADMITTED = 64
 """Rows for which jobs are made before the event loop runs something else."""
 _LATEST = 10_000
 """Latencies of which the stats tell percentiles."""
+_LOGS = 8  # concurrent calls of the user's log
 _CLOSE_S, _CLOSE_REWARD_S = 3.0, 10.0
 
 
@@ -143,7 +144,7 @@ class RewardAgent:
         self._by_key: dict[bytes, Job] = {}
         self._sequence, self._ended = 0, False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._log_failed = False
+        self._log_failed, self._logs = False, 0
         self._reported: dict[str, float] = {}
         self._calls, self._slots = Calls(self._on_abandoned), Slots(self.limits)
 
@@ -171,10 +172,18 @@ class RewardAgent:
             group_filter: which finished groups are left out, for extra ones to take their place.
 
         Raises:
-            DataflowError: a step submitted before, no rows, a group twice, a missing column, a closed agent.
+            DataflowError: a step submitted before, no rows, a group twice, a missing column, a closed agent, no event
+                loop.
             RewardFailed: the agent has stopped, for too many failures or a budget that is spent; or the step has
                 failed since its first chunk was submitted.
         """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise DataflowError(
+                f"reward agent: step {step} was submitted outside an event loop; submit it in the coroutine that "
+                "collects."
+            ) from error
         arguments = Arguments(samples, self._wants_ids)
         if self._frozen_exit is not None and not self._watched:
             self._frozen_exit.start()
@@ -668,6 +677,9 @@ class RewardAgent:
 
     def _call_log(self, log: Callable[..., Any], rewards: Batch) -> None:
         """Calls the user's ``log`` with collected rewards; its first error is logged, and none ends the run."""
+        if self._logs >= _LOGS:
+            self._warn_of_log(log, f"has not returned from {_LOGS} calls, so that it is left out of further ones")
+            return
         records, columns = rewards.meta["records"], rewards.columns
         keywords = {
             "timestamps": [record["begin"] for record in records],
@@ -682,8 +694,14 @@ class RewardAgent:
                 # Without a time-out: it delays nothing, and an abandoned call would count as one of the function.
                 await self._calls.run(log, keywords)
             except Exception as error:
-                if not self._log_failed:
-                    logger.warning("reward log: '{}' raised {}; the run continues.", name_of(log), describe(error))
-                self._log_failed = True
+                self._warn_of_log(log, f"raised {describe(error)}")
+            finally:
+                self._logs -= 1
 
+        self._logs += 1
         self._spawn(call())
+
+    def _warn_of_log(self, log: Callable[..., Any], what: str) -> None:
+        if not self._log_failed:
+            logger.warning("reward log: '{}' {}; the run continues.", name_of(log), what)
+        self._log_failed = True

@@ -213,6 +213,11 @@ def test_collects_that_cannot_be() -> None:
 
 
 def test_submits_that_cannot_be() -> None:
+    outside = RewardAgent(quick)
+    with pytest.raises(DataflowError, match="step 1 was submitted outside an event loop; submit it in the coroutine"):
+        outside.submit(1, samples(1))
+    assert not outside.steps.live
+
     async def body() -> None:
         agent = RewardAgent(quick)
         with pytest.raises(DataflowError, match="step 2 has no samples"):

@@ -21,6 +21,7 @@ import json
 import os
 import pickle
 import sqlite3
+import sys
 import threading
 import time
 from collections import ChainMap
@@ -347,9 +348,9 @@ _LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 def key_of(arguments: Mapping[str, Any], scorer: str = "") -> Key:
     """Returns the key of a reward call: 16 bytes, a hash of all that determines its answer.
 
-    Equal arguments have the same key in every process, and values or types that differ another. Dicts count in any
-    order, numpy scalars as Python numbers, other objects by their pickle; if the pickles of equal objects differ, the
-    answer is requested again, but never mixed up.
+    Equal arguments have the same key in every process, and values or types that differ another. Dicts and sets count in
+    any order, numpy scalars as Python numbers, tensors by type, shape and content, other objects by their pickle; if
+    the pickles of equal objects differ, the answer is requested again, but never mixed up.
 
     Args:
         arguments: ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` (with ``raw_prompt``). Missing
@@ -393,10 +394,16 @@ def _ordered(value: Any) -> Any:
         return {key: _ordered(value[key]) for key in sorted(value, key=repr)}
     if kind is list or kind is tuple:
         return kind([_ordered(part) for part in value])
+    if kind is set or kind is frozenset:
+        return _Standin, kind.__name__, sorted(bytes(_pickled(_ordered(part))) for part in value)
     if isinstance(value, np.generic) and type(value.item()) in _LEAVES:
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         return _Standin, str(value.dtype), value.shape, _ordered(value.tolist())
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):  # its pickle contains an address
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _Standin, str(value.dtype), tuple(value.shape), data.numpy().tobytes()
     return value
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dataflow.errors import DataflowError
 from dataflow.rewards.ledger import key_of
@@ -39,6 +40,7 @@ def test_each_argument_and_the_scorer_count_and_no_other_keyword() -> None:
         [[[1], 2], [1, [2]], [1, 2], {"a": {"b": 1}}, {"a": {}, "b": 1}],
         [np.zeros(4), np.zeros((2, 2)), np.zeros(4, np.float32), [0.0] * 4],
         [np.array([None, 1], object), np.array([[None, 1]], object), [None, 1]],
+        [{1, 2}, frozenset({1, 2}), {1, 3}, torch.zeros(4), torch.zeros(2, 2), torch.ones(4), torch.zeros(4).half()],
         [0.1, np.float32(0.1), float("nan"), -0.0, 0.0],
     ],
 )
@@ -55,6 +57,8 @@ def test_values_and_types_that_differ(values: list[Any]) -> None:
         (np.float32(0.5), 0.5),
         (np.arange(8)[::2], np.array([0, 2, 4, 6])),
         (np.array([{"b": 1, "a": 2}], object), np.array([{"a": 2, "b": 1}], object)),
+        ({8, 0}, {0, 8}),
+        (torch.arange(8)[::2], torch.tensor([0, 2, 4, 6])),
         (["user said"] * 2, ["user said", "".join(["user ", "said"])]),
     ],
 )
@@ -65,9 +69,11 @@ def test_the_same_content(one: Any, other: Any) -> None:
 PROGRAM = """
 import sys
 import numpy as np
+import torch
 from dataflow.rewards.ledger import key_of
 prompt = [{"role": "user", "content": "3 + 4?"}]
-extra = {"index": np.int64(3), "tags": {"a": 1, "b": None}, "raw_prompt": np.array(prompt, dtype=object)}
+extra = {"index": np.int64(3), "tags": {"a": 1, "b": None}}
+extra |= {"kinds": {"easy", "long", "odd"}, "weights": torch.ones(2), "raw_prompt": np.array(prompt, dtype=object)}
 names = sorted(extra, reverse="reverse" in sys.argv)
 call = {"data_source": "d", "solution_str": "#### 7", "extra_info": {name: extra[name] for name in names}}
 print(key_of(call).hex())

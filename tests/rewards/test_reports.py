@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,29 @@ def test_a_user_object_that_does_not_close_keeps_nobody(logged: list[str]) -> No
 
     scored(Stuck(), groups=1)
     assert logged == ["WARNING reward agent: 'Stuck' has not closed within 10 s.\n"]
+
+
+def test_a_log_that_hangs_has_no_more_than_8_calls(logged: list[str]) -> None:
+    calls, release = [], threading.Event()
+
+    class Hangs(Reward):
+        def log(self, **_: Any) -> None:
+            calls.append(1)
+            release.wait(50)
+
+    async def body() -> None:
+        agent = agent_of(Hangs())
+        for step in range(1, 12):
+            agent.submit(step, samples(1))
+            await agent.collect(step)
+        await asyncio.sleep(0.1)
+        release.set()
+        await agent.close()
+
+    asyncio.run(body())
+    assert len(calls) == 8
+    assert len(logged) == 1
+    assert "has not returned from 8 calls" in logged[0]
 
 
 # --- records ---------------------------------------------------------------------------------------------------
