@@ -265,7 +265,7 @@ class Scheduler:
             busy = sum(e.state == "running" for e in mine)
             assert busy == self._taken[resource], (resource, busy, self._taken[resource])
             assert slots is None or busy <= slots, f"{resource}: {busy} running in {slots} slots"
-            waits = [str(e.task) for e in mine if e.state == "ready" and self._may_start(e.task.id)]
+            waits = [str(e.task) for e in mine if e.state == "ready" and self._still_wanted(e.task.id)]
             free = slots is None or busy < slots
             assert self._finished or not (free and waits), f"{waits[0]} waits beside a free slot of {resource}"
         for number, step in self._steps.items():
@@ -450,7 +450,7 @@ class Scheduler:
             ready[:] = [self._key(key[-1]) for key in ready]
             heapq.heapify(ready)
 
-    def _may_start(self, i: TaskId) -> bool:
+    def _still_wanted(self, i: TaskId) -> bool:
         return self._wanted is None or i in self._wanted
 
     def _dispatch(self) -> list[Instruction]:
@@ -459,7 +459,7 @@ class Scheduler:
             ready = self._ready[resource]
             while ready and not self._finished and (slots is None or self._taken[resource] < slots):
                 i = heapq.heappop(ready)[-1]
-                if self._may_start(i):
+                if self._still_wanted(i):
                     self._move(self._entries[i], "running")
         if not self._finished and self._nothing_left():
             self._stop()

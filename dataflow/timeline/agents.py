@@ -47,7 +47,7 @@ def cause_of(agent: str) -> str:
     return "rewards" if agent == MAIN else agent
 
 
-def causes_of(trace: Trace) -> dict[str, str]:
+def reward_causes_of(trace: Trace) -> dict[str, str]:
     """Returns {cause: agent} of the waits for rewards that a run may have."""
     return {cause_of(agent): agent for agent in (MAIN, *agents_of(trace))}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dataflow.timeline.agents import causes_of
+from dataflow.timeline.agents import reward_causes_of
 from dataflow.timeline.causes.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Trace, covered
 
@@ -60,7 +60,7 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
     metrics = {f"timing_s/{name}": covered(spans, -math.inf, math.inf) for name, spans in ran.items()}
     waits = pool_waits(trace, (begin, end))
     waited = sum(waits.values())
-    by_agent = {agent: waits.get(cause, 0.0) for cause, agent in causes_of(trace).items()}
+    by_agent = {agent: waits.get(cause, 0.0) for cause, agent in reward_causes_of(trace).items()}
     metrics["timing_s/reward"] = sum(by_agent.values())
     if len(by_agent) > 1:
         metrics |= {f"timing_s/reward/{agent}": seconds for agent, seconds in by_agent.items()}

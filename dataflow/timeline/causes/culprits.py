@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.errors import counted
-from dataflow.timeline.agents import causes_of
+from dataflow.timeline.agents import reward_causes_of
 from dataflow.timeline.causes.attribution import Wait, exposed_waits, waits_after
 from dataflow.timeline.spans import POOLS, Mark, Trace
 
@@ -81,7 +81,7 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
     collectors = dict.fromkeys(m.args["collector"] for m in trace.marks if "collector" in m.args)
     of_collector = {name: _Last(m for m in trace.marks if m.args.get("collector") == name) for name in collectors}
     evaluated, validates = last_requests(trace.marks, validation=True), trace.with_role("validates")
-    asked = causes_of(trace)
+    asked = reward_causes_of(trace)
     found: list[Culprit] = []
     for pool in (trace.pools or POOLS[:1]) if pools is None else pools:
         for wait in [*exposed_waits(trace, pool), *(waits_after(trace, pool) if after else ())]:

@@ -11,7 +11,7 @@ from dataflow.drawing.duration import seconds
 from dataflow.drawing.page import card, table
 from dataflow.drawing.style import cause_colours
 from dataflow.errors import counted
-from dataflow.timeline.agents import agents_of, causes_of
+from dataflow.timeline.agents import agents_of, reward_causes_of
 from dataflow.timeline.causes.culprits import Culprit, culprits, place_of
 from dataflow.timeline.compare import Facts, cells, compared, evaluated, evaluated_in, fastest, note
 from dataflow.timeline.downtime import Axis
@@ -166,7 +166,7 @@ def _causes(trace: Trace, numbers: Numbers) -> str:
     wall, by_cause = numbers["wall_s"], numbers["exposed_wait_by_cause"]
     if not by_cause:
         return card("exposed wait by cause", "<p>The GPUs never waited.</p>", "wide")
-    meaning = dict.fromkeys(causes_of(trace), _MEANING["rewards"]) | _MEANING
+    meaning = dict.fromkeys(reward_causes_of(trace), _MEANING["rewards"]) | _MEANING
     rows = []
     for cause, s in by_cause.items():
         named = f"{_swatch(cause, by_cause)}{escape(cause)}"
