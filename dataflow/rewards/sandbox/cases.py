@@ -47,7 +47,9 @@ exec(compile(STATEMENT, "assert_case", "exec"), vars(program))
 print(end=MARK, file=sys.__stdout__)
 """
 """Prints the mark once the statement has passed, which a program that ends itself before does not reach."""
-_DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
+_DEFINES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass
+)  # fmt: skip
 """Statements that pass with every program."""
 
 
@@ -123,6 +125,8 @@ def cases_of(code: str, truth: Any, most: int | None = None, language: str = "py
     given = _parsed(truth)
     found: list[Any] = [given.get(key) for key in ("fn_name", "inputs", "outputs", "assert_case")]
     name, inputs, outputs, asserts = found
+    if name and not (isinstance(name, str) and name.isidentifier()):
+        raise BadCases(f"the ground truth's fn_name, {short(repr(name))}, is no name of a function")
     if name and asserts is not None:
         raise BadCases("the ground truth has both fn_name and assert_case, of which a case has one")
     if (name or asserts is not None) and language not in _PYTHON:
@@ -173,7 +177,7 @@ def _check(statement: Any, at: int, output: Any) -> None:
     except (TypeError, SyntaxError, ValueError) as error:
         raise BadCases(f"{what} is no statement of Python ({error})") from error
     tests = [each for each in body if not isinstance(each, _DEFINES)]
-    if output is None and not tests:
+    if output is None and all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in tests):
         raise BadCases(f"{what} passes with every program: it only defines names; call what it defines")
 
 

@@ -121,6 +121,7 @@ CHECK = "def check(f):\n    assert f(1) == 2\n"
     [
         ("pass", "passes with every program"),
         (CHECK, "call what it defines"),
+        (f"'Checks f.'\nasync {CHECK}", "call what it defines"),
         (f"METADATA = {{}}\n{CHECK}def other(): check(add)", "call what it defines"),
     ],
 )
@@ -138,6 +139,7 @@ def test_a_statement_that_passes_with_every_program_is_an_error(statement: str, 
         ({"inputs": ["1"], "outputs": []}, "no list 'outputs' with an entry for each"),
         ({"assert_case": ["assert x", None]}, "entry 1 .* '', passes with every program"),
         ({"assert_case": [5]}, "entry 0 of the ground truth's assert_case, 5, is no statement of Python"),
+        ({"fn_name": "f(x)", "inputs": ["1"], "outputs": [3]}, "fn_name, 'f\\(x\\)', is no name of a function"),
         ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}, "entry 0 of .* inputs is a list; give each argument"),
         ({"fn_name": "f", "inputs": ["1", "a"], "outputs": [1, 2]}, "entry 1 of .*'a', is not JSON"),
         ({"inputs": ["1"], "outputs": [["a", "b"]]}, "entry 0 of .* outputs is a list; give the text"),
