@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable
 from typing import Annotated
@@ -72,7 +73,10 @@ def _value(node: ast.expr) -> Number:
             raise ValueError("only numbers, + - * / // % ** and parentheses can be worked out")
     if isinstance(value, complex):
         raise ValueError("a root of a negative number is not a real number")
-    _check_size(value.bit_length() if isinstance(value, int) else 0)
+    if isinstance(value, int):
+        _check_size(value.bit_length())
+    elif not math.isfinite(value):
+        raise OverflowError("the result is too large")
     return value
 
 

@@ -216,6 +216,7 @@ def test_calculator(expression: str, result: str) -> None:
         ("(" * 100 + "1" + ")" * 100, "longer than 200"),
         ("1 / 0", "division by zero"),
         ("9 ** 9 ** 9", "too large"),
+        ("1e308 * 10", "too large"),
         ("(-8) ** 0.5", "root of a negative"),
     ],
 )
