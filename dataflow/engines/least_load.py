@@ -26,7 +26,8 @@ class LeastLoad(Generic[S]):
     """Gives servers to samples, in the order in which these ask; a server with ``slots`` samples gets no more.
 
     A group goes to the server with the fewest samples, the first one among equals, and all of it there, later turns of
-    its conversations too, as they share the beginning of their prompt in that server's prefix cache.
+    its conversations too, as they share the beginning of their prompt in that server's prefix cache. When that server
+    is full, they take a slot of another one that no other samples take.
 
     Args:
         servers: all of them, each in use until it is closed.
@@ -105,17 +106,19 @@ class LeastLoad(Generic[S]):
             self._limit = None
         elif self._limit is None and self._waiting and not (able or self._held):
             self._limit = asyncio.get_running_loop().call_later(self._wait_s, self._end)
-        for waiter in list(self._waiting):
-            if all(self._loads[server] >= self._slots for server in able):
-                break
-            wanted = [server for server in able if server not in waiter.avoided] or able
-            home = self._homes.get(waiter.group)
-            server = home if home in wanted else min(wanted, key=self._loads.__getitem__)
-            if server is not None and self._loads[server] < self._slots and not waiter.server.done():
-                self._waiting.remove(waiter)
-                self._loads[server] += waiter.samples
-                self._homes[waiter.group] = server
-                waiter.server.set_result(server)
+        for moves in (False, True):  # from a home that is full, to slots that no other sample takes
+            for waiter in list(self._waiting):
+                if all(self._loads[server] >= self._slots for server in able):
+                    break
+                wanted = [server for server in able if server not in waiter.avoided] or able
+                home = self._homes.get(waiter.group)
+                stays = home in wanted and not (moves and self._loads[home] >= self._slots)
+                server = home if stays else min(wanted, key=self._loads.__getitem__)
+                if server is not None and self._loads[server] < self._slots and not waiter.server.done():
+                    self._waiting.remove(waiter)
+                    self._loads[server] += waiter.samples
+                    self._homes[waiter.group] = server
+                    waiter.server.set_result(server)
         while len(self._homes) > _HOMES:
             del self._homes[next(iter(self._homes))]
 

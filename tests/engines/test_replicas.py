@@ -13,6 +13,7 @@ import torch
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.least_load import LeastLoad
 from dataflow.engines.replicas import Replicas
 from dataflow.errors import Aborted, DataflowError, RunError, ServiceLost
 from tests.engines.drawing import run
@@ -150,6 +151,21 @@ def test_groups_go_to_the_engine_with_the_fewest_and_the_rest_waits(both: Replic
         assert (turn.group, turn.index) == (0, 0)
         engines[0].go.set()
         by_place(await drawing)
+
+    run(body())
+
+
+def test_a_group_leaves_its_full_engine_only_for_a_slot_that_no_other_takes() -> None:
+    async def body() -> None:
+        choice = LeastLoad("ab", slots=2)
+        assert [await choice.take(group) for group in (0, 0, 0, 1)] == ["a", "a", "b", "b"]
+        waiting = [asyncio.ensure_future(choice.take(group)) for group in (1, 2)]
+        await asyncio.sleep(0)
+        for number in (1, 2):
+            choice.give_back("a")
+            await asyncio.sleep(0)
+            assert [each.done() for each in waiting] == [number == 2, True]
+        assert [await each for each in waiting] == ["a", "a"]
 
     run(body())
 
