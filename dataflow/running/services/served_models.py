@@ -23,8 +23,9 @@ from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
 from dataflow.models.directory import chat_template, check_files, check_head, headers
+from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.functions import load_reward, takes
-from dataflow.rewards.models.conversation import read_template
+from dataflow.rewards.models.conversation import check_template, read_template
 from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
 from dataflow.running.services.hosting import SHARES
@@ -135,7 +136,8 @@ def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
             )
     if model.kind == "chat":  # the template of a classifier is checked where its client is
         if model.template is not None:
-            read_template(model.template, f"template={model.template}")
+            where = f"template={model.template}"
+            check_template(load_tokenizer(str(path), "path"), read_template(model.template, where), where)
         elif not chat_template(path):
             raise ConfigError(f"model {path} has no chat template; give template, a Jinja file.")
     if (found := vllm_device()) != device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_the_only_model_scores_for_agent_reward_unless_another_agent_names_it(rm
         ({"path": "RM"}, ("judge.url=http://j", "rule.custom_reward_function.path=ASKS"), None),
         ({"url": ["http://elsewhere", "http://there"], "kind": "pooling"}, (), None),
         ({"path": "no"}, (), "reward.models.m: model no does not exist"),
+        ({"path": "CHAT", "kind": "chat", "template": "DEAF"}, (), "writes the same for two responses"),
         ({"path": "CHAT"}, (), "has no classification head: it is a Qwen2ForCausalLM"),
         ({"path": "RM", "kind": "chat"}, (), "does not write: it is a Qwen2ForSequenceClassification"),
         ({"path": "RM"}, ("ray.gpus_per_worker=1",), "serves its models on GPUs"),
@@ -105,10 +107,18 @@ def test_the_only_model_scores_for_agent_reward_unless_another_agent_names_it(rm
     ],
 )
 def test_a_model_that_cannot_be_served_is_one_sentence(
-    model: dict[str, Any], keys: tuple[str, ...], words: str | None, rm: Path, chat: Path, tmp_path: Path
+    model: dict[str, Any],
+    keys: tuple[str, ...],
+    words: str | None,
+    rm: Path,
+    chat: Path,
+    tmp_path: Path,
+    tiny_qwen: Path,
 ) -> None:
     (tmp_path / "own.py").write_text(FUNCTION)
-    places = {"RM": str(rm), "CHAT": str(chat)}
+    (tmp_path / "deaf").write_text("{{ messages[0].content }}")
+    shutil.copy(tiny_qwen / "tokenizer.json", chat)
+    places = {"RM": str(rm), "CHAT": str(chat), "DEAF": str(tmp_path / "deaf")}
     two, body = {"score.weight": np.zeros((2, 4), dtype=np.float32)}, {"model.a": np.zeros((1, 4), dtype=np.float32)}
     for name, labels, weights in (("TWO", 2, two), ("BODY", 1, body)):
         facts = {"id2label": {str(at): "x" for at in range(labels)}}
