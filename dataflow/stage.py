@@ -173,6 +173,11 @@ class Hosted:
                 f"Hosted('{self.name}', ...): {an(type(self.factory).__name__)} builds no service; give the class or "
                 "function itself, which is called in the service's process, and its arguments as a dict after it."
             )
+        if not isinstance(self.options, Mapping):
+            kind = an(type(self.options).__name__)
+            raise PipelineError(
+                f"Hosted('{self.name}', ...): options is {kind}; give the factory's arguments as a dict."
+            )
 
     def build(self) -> Any:
         """Returns the service, built in this process."""

@@ -104,3 +104,7 @@ def test_a_role_is_one_there_is() -> None:
 def test_a_service_is_given_unbuilt() -> None:
     with pytest.raises(PipelineError, match=r"Hosted\('judge', \.\.\.\): a dict builds no service; give the class or"):
         Hosted("judge", {})  # type: ignore[arg-type]
+    with pytest.raises(
+        PipelineError, match=r"Hosted\('judge', \.\.\.\): options is an int; give the factory's arguments"
+    ):
+        Hosted("judge", dict, 5)  # type: ignore[arg-type]

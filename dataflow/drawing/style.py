@@ -78,7 +78,7 @@ def contrast(colour: str) -> str:
 
 def columns_that_fit(words: Sequence[str], inches: float) -> int:
     """Returns the largest number of legend columns, up to 8, that fits a width."""
-    widest = max(map(len, words)) * 0.09 + 0.45
+    widest = max(map(len, words), default=0) * 0.09 + 0.45
     return max(1, min(8, len(words), int(inches / widest)))
 
 

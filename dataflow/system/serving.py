@@ -119,9 +119,12 @@ class Child:
         end, (pause_s, most_s) = time.monotonic() + self._start_s, _CHECKS_S
         see = "its own error is above" if self._log is None else f"see {self._log}"
         descriptor = None if self._process.poll() is not None else os.pidfd_open(self._process.pid)
+        ends = select.poll()  # select() takes no descriptor of 1024 or more
+        if descriptor is not None:
+            ends.register(descriptor, select.POLLIN)
         try:
             while not self._answers():
-                if descriptor is None or select.select([descriptor], [], [], pause_s)[0]:  # its end wakes at once
+                if descriptor is None or ends.poll(1000 * pause_s):  # its end wakes at once
                     self._process.wait()
                     raise RunError(f"{self._what} did not start ({self.reason()}); {see}.")
                 if time.monotonic() > end:

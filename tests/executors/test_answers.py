@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dataflow.errors import RewardFailed, ServiceLost
+from dataflow.errors import RewardFailed, RunError, ServiceLost
+from dataflow.executors.ray import RayExecutor
 from dataflow.executors.ray.answers import GONE, cause, died, last_words, peer_lost
 
 pytestmark = pytest.mark.heavy
@@ -70,3 +71,14 @@ def test_the_traceback_of_a_sentence_of_ours_is_noted_only_if_it_has_frames_of_t
         notes = getattr(error, "__notes__", [])
         assert bool(notes) is kept
         assert all("\x1b" not in note for note in notes)
+
+
+def test_inputs_that_ray_does_not_take_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def full(value: object) -> None:
+        raise ray.exceptions.ObjectStoreFullError("no room")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(RunError, match="Ray's object store does not take the run's inputs: no room"):
+        RayExecutor().put(5)

@@ -73,6 +73,7 @@ def test_what_a_cluster_lacks_for_a_service_is_said(
 def test_nodes_that_are_gone_are_left_out() -> None:
     rows = [{"NodeID": "a", "Alive": True, "Labels": {}}, {"NodeID": "b", "Alive": False, "Labels": None}]
     assert [each["NodeID"] for each in alive(rows)] == ["a"]
+    assert lacking(NodeRule(), 1, CPU, []) == "the cluster has no node that is alive"
 
 
 def test_a_machine_with_too_few_gpus_is_an_error_at_once() -> None:

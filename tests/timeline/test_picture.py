@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dataflow.drawing.style import columns_that_fit
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Mark, Span, Trace
 
@@ -24,6 +25,10 @@ def run(policy: str = "both", rest: float = 0.5) -> Trace:
         )
     trace.add(Span("val_score", 3, 0, 1, "reward", 15.5, 17, {"optional": True}))
     return trace
+
+
+def test_a_legend_without_words_has_a_column() -> None:
+    assert columns_that_fit([], 9.0) == 1
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dataflow.errors import RunError
 from dataflow.executors.base import ALONE, Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
-from dataflow.executors.ray.answers import cause, fetch
+from dataflow.executors.ray.answers import cause, fetch, last_words
 from dataflow.executors.ray.connection import join_ray, start_ray
 from dataflow.executors.ray.logs import log_lines
 from dataflow.executors.ray.nodes import NodeRule, check_count
@@ -164,7 +165,10 @@ class RayExecutor:
     def put(self, value: Any) -> Any:
         import ray
 
-        return ray.put(value)
+        try:
+            return ray.put(value)
+        except ray.exceptions.RayError as error:
+            raise RunError(f"Ray's object store does not take the run's inputs: {last_words(error)}") from error
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         self._running[task.id] = asyncio.create_task(self._run(task, call, values))

@@ -59,6 +59,8 @@ def lacking(rule: NodeRule, number: int, bundle: Mapping[str, float], nodes: Seq
     labelled = [node for node in nodes if all(_selected(s, node["Labels"].get(n)) for n, s in rule.labels.items())]
     wanted = ", ".join(f"{name}={value}" for name, value in rule.labels.items())
     of = f" with the label {wanted}" if wanted else ""
+    if not nodes:
+        return "the cluster has no node that is alive"
     if not labelled:
         return f"no node of the cluster has the label {wanted} (it has {'; '.join(map(_named, nodes[:8]))})"
     kind, each = next(iter(bundle.items()))

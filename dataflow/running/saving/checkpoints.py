@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from dataflow.errors import DataError
+from dataflow.errors import ConfigError, DataError
 from dataflow.files import replaced, sha256_of
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.summary import evaluation_in
@@ -173,7 +173,7 @@ class CheckpointStore:
         _sync(self.directory)
         try:
             self._retain(step)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             logger.warning(f"older checkpoints in {self.directory} cannot be removed: {error}")
         return size
 
@@ -227,7 +227,14 @@ class CheckpointStore:
 
     def _steps(self) -> list[int]:
         """Returns the steps that have a directory, in ascending order."""
-        names = os.listdir(self.directory) if self.directory.exists() else []
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoints in {self.directory} cannot be read ({error.strerror}); let the run read them."
+            ) from error
         return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
     def _torn(self, step: int, *, contents: bool = True) -> str | None:

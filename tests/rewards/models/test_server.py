@@ -66,8 +66,11 @@ def test_one_that_never_answers_is_a_sentence(tmp_path: Path) -> None:
     server, _port = child(tmp_path, "--never", start_s=0.5)
     server.start()
     said = r"^model 'rm' did not start \(no answer to GET /health in 0.5 s\); see .*log\.$"
+    taken = [os.dup(0) for _ in range(1100)]
     with pytest.raises(RunError, match=said):
         server.wait_ready()
+    for descriptor in taken:
+        os.close(descriptor)
     server.close()
 
 

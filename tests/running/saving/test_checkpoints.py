@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataflow.errors import DataError
+from dataflow.errors import ConfigError, DataError
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from tests.rigs.checkpoints import Child, empty, killed_before_each_operation, names, save
 from tests.rigs.logs import logged
@@ -50,6 +50,12 @@ def test_what_is_committed_is_found_with_all_that_was_written(tmp_path: Path) ->
     assert (store.whole(), store.at(11)) == ([12], None)
     with pytest.raises(FileNotFoundError, match=r"step_000015\.pkl"):
         store.link(15, store.begin(14))
+
+
+def test_a_directory_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(ConfigError, match=r"checkpoints in .*checkpoints cannot be read \(Not a directory\)"):
+        CheckpointStore(tmp_path / "checkpoints").newest()
 
 
 def test_classes_of_no_module_are_kept(tmp_path: Path) -> None:
