@@ -1,9 +1,9 @@
 """The rows of a run's metrics: in ``metrics.jsonl``, in TensorBoard's files, and in other backends of verl's Tracking.
 
 metrics.jsonl is written first and flushed after each step, so that it has all finished steps of a killed run. A run
-that resumes cuts it off behind its checkpoint, and makes TensorBoard's files again from it. A service cannot cut
-anything off: W&B and SwanLab go on with the run under the id that it has there, and get a step that is trained again
-twice.
+that resumes cuts it off behind its checkpoint, and makes TensorBoard's files and verl.jsonl again from it. A service
+cannot cut anything off: W&B and SwanLab go on with the run under the id that it has there, and get a step that is
+trained again twice.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ class Tracker:
                 tracking = _open(self.directory, others, project, name, config or {}, upto is not None)
                 self._backends |= dict.fromkeys(tracking.logger, tracking)
             if _BOARD in backends:
-                board = self._backends[_BOARD] = _TensorBoard(self.directory / _BOARD)
-                for row in before:
-                    board.log(_numbers(row), row["step"])
+                self._backends[_BOARD] = _TensorBoard(self.directory / _BOARD)
+            for backend in self._backends.keys() & {_BOARD, "file"}:
+                for row in filter(_numbers, before):
+                    self._backends[backend].log(_numbers(row), row["step"], backend=[backend])
             self._file = (self.directory / METRICS).open("a", encoding="utf-8")
 
     def _cut(self, upto: int) -> list[dict[str, Any]]:
@@ -192,7 +193,8 @@ def _open(
 
     file = directory / IDS
     known = json.loads(file.read_text()) if resumes and file.exists() else {}
-    ids = {variable: known.get(variable) or secrets.token_hex(8) for variable in ("WANDB_RUN_ID", "SWANLAB_RUN_ID")}
+    names = ("WANDB_RUN_ID", "SWANLAB_RUN_ID")
+    ids = {name: os.environ.get(name) or known.get(name) or secrets.token_hex(8) for name in names}
     how = {"WANDB_RESUME": "allow", "SWANLAB_RESUME": "allow", "VERL_FILE_LOGGER_PATH": str(directory / _LOGGED)}
     try:
         with _environment({**ids, **how}), safe_path():

@@ -25,7 +25,7 @@ import json, os, sys
 from dataflow.running.reporting.tracking import Tracker
 
 upto = json.loads(sys.argv[2])
-tracker = Tracker(sys.argv[1], ["tensorboard", "wandb"], "tests", "run", upto=upto)
+tracker = Tracker(sys.argv[1], ["tensorboard", "wandb", "file"], "tests", "run", upto=upto)
 for step, metrics in json.loads(sys.argv[3]):
     tracker.log(step, metrics)
 if upto is None:
@@ -69,6 +69,8 @@ def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
 def process(place: Path, rows: Sequence[tuple[int, dict[str, float]]], upto: int | None = None) -> None:
     """Logs rows in a process of its own, which a run in W&B ends with."""
     places = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(place)}
+    if upto is None:  # as a cloud may give it; the resumed run has it from its file
+        places["WANDB_RUN_ID"] = "mine"
     done = subprocess.run(
         [sys.executable, "-c", PROCESS, str(place / "run"), json.dumps(upto), json.dumps(rows)],
         capture_output=True, text=True, cwd=place, env={**os.environ, **places, "PYTHONPATH": str(ROOT)},
@@ -128,5 +130,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_run_in_every_dashboard(tmp_pat
     after = [(EVALUATION, 2, 0.25), (LOSS, 3, 30.0), (LOSS, 4, 4.0)]
     assert in_tensorboard(tmp_path) == Counter(before + after)
     ids, found = in_wandb(tmp_path)
-    assert ids == {json.loads((tmp_path / "run" / IDS).read_text())["WANDB_RUN_ID"]}
+    assert ids == {json.loads((tmp_path / "run" / IDS).read_text())["WANDB_RUN_ID"]} == {"mine"}
+    rows = [json.loads(line) for line in (tmp_path / "run" / "verl.jsonl").read_text().splitlines()]
+    assert [(row["step"], *row["data"].values()) for row in rows] == [(step, of) for _, step, of in before + after]
     assert found >= Counter(after), "of the rows before the kill, wandb has those that it had written"
