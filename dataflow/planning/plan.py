@@ -22,6 +22,13 @@ from dataflow.planning.workload import CHANGED, Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
 
+FAR_OFF = 0.2
+"""Share by which a replay may be off the log before the plan says what may be the reason."""
+_DOUBT = (
+    "; its rewards took another time or others were in flight (log.latency, log.concurrency), it overlaps more than "
+    "the log shows, or it waits for what this plan lacks (compute_group, a user's own stages)."
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -105,7 +112,7 @@ class Plan:
             return f"{AS_LOGGED}: {figure(step_s)} s a step over {steps}, not replayed: {why}."
         off = self.replay.step_s / step_s - 1
         said = f"predicted {figure(self.replay.step_s)} s a step, logged {figure(step_s)} s, {off:+.1%}"
-        return f"{AS_LOGGED}: {said} ({logged.policy}, {steps})"
+        return f"{AS_LOGGED}: {said} ({logged.policy}, {steps}){_DOUBT if abs(off) > FAR_OFF else ''}"
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the table of policies with its head, the log itself first."""

@@ -247,6 +247,17 @@ def test_waits_too_short_for_the_latency_are_said(log: str) -> None:
     assert not read_workload(log, [*NEEDED, "log.latency=10.5"])[0].caution
 
 
+@pytest.mark.parametrize(
+    ("waits", "said"), [([400, 300, 299, 301], "its first step 400 s"), ([300, 290, 285, 280], "")]
+)
+def test_a_slow_first_step_is_a_doubt(waits: list[object], said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", {"gen": [9] * 4, "adv": waits, "update_actor": [4] * 4, "step": [700] * 4})
+    plan = make_plan(path, NEEDED)
+    assert said in plan.workload.caution
+    assert bool(plan.workload.caution) == bool(said)
+    assert "or it waits for what this plan lacks" in plan.text(), "half of each step is of no stage"
+
+
 def steps_of(path: Path, **more: list[object]) -> str:
     """Writes a log of ten steps of 98.5 s, with more timings in them."""
     usual: dict[str, list[object]] = {"gen": [40.0] * 10, "reward": [0.5] * 10, "old_log_prob": [8.0] * 10}
@@ -260,3 +271,4 @@ def test_a_loop_stops_for_its_checkpoints_where_it_has_no_validation(tmp_path: P
     plan = make_plan(path, NEEDED)
     assert plan.replay is not None
     assert plan.replay.step_s == pytest.approx(plan.logged_step_s, rel=0.02)
+    assert "it waits for what" not in plan.text()
