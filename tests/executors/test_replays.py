@@ -160,6 +160,14 @@ def test_a_stage_that_replays_leaves_groups_or_a_state() -> None:
         submit(usual(), submitted(1, ()))
 
 
+def test_a_service_that_froze_three_times_ends_the_run() -> None:
+    group: Any = SimpleNamespace(spec=Hosted("desk", dict, restarts=9), deaths=1, actors=SimpleNamespace(freezes=2))
+    WorkerGroup._count(group, RunError(""), "it slept")
+    group.actors.freezes = 3
+    with pytest.raises(RunError, match="'desk' froze 3 times; the last: it slept"):
+        WorkerGroup._count(group, RunError(""), "it slept")
+
+
 def test_a_replay_that_lacks_a_lost_value_still_tells_the_run_to_resume() -> None:
     lost, error = ServiceLost("a value is gone"), RunError("'desk' died, and request[1] could not run again")
     error.__cause__ = lost

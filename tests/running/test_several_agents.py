@@ -21,6 +21,7 @@ from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError, StageFailed
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
 from dataflow.reward_agent import RewardAgent
+from dataflow.rewards.ledger import Ledger
 from dataflow.running.resume import check_changes
 from dataflow.stages.combine import combine_stage
 from dataflow.stages.reward import agent_stages
@@ -77,15 +78,27 @@ def toy(reward: Callable[..., Any] = ones, style: Callable[..., Any] = ones, **o
         Hosted("reward", functools.partial(RewardAgent, reward), concurrent=True),
         Hosted("style", functools.partial(RewardAgent, style, name="style", **options), concurrent=True),
     ]
+    return combined(agents)
+
+
+def combined(agents: list[Hosted], train: Any = update) -> Pipeline:
     pairs = [agent_stages(agent) for agent in agents]
-    combined = combine_stage({"judge": "reward", "taste": "style"}, weights={"judge": 1.0, "taste": 1.0}, length=4)
-    stages = [rollout, *(stage for pair in pairs for stage in pair), combined, update, sync]
+    scores = combine_stage({"judge": "reward", "taste": "style"}, weights={"judge": 1.0, "taste": 1.0}, length=4)
+    stages = [rollout, *(stage for pair in pairs for stage in pair), scores, train, sync]
     return Pipeline(stages, ["prompts"], {"gpu": 1, "controller": 1, "reward": None, "style": None})
 
 
-def ran(pipeline: Pipeline, tmp_path: Path, policy: str = "baseline") -> Run:
-    keys = {"policy": policy, "steps": 2, "groups": GROUPS, "mini_batches": 2, "name": "a", "runs": str(tmp_path)}
-    return run(pipeline, inputs={"prompts": lambda step: step}, **keys)
+def ran(pipeline: Pipeline, tmp_path: Path, policy: str = "baseline", **more: Any) -> Run:
+    keys = {
+        "policy": policy,
+        "steps": 2,
+        "groups": GROUPS,
+        "mini_batches": 2,
+        "name": "a",
+        "runs": str(tmp_path),
+        **more,
+    }
+    return run(pipeline, inputs={"prompts": lambda step: step}, **keys, **more)
 
 
 def waited(done: Run) -> dict[str, float]:
@@ -192,6 +205,31 @@ def test_a_wrong_key_of_an_agent_is_one_sentence(
     assert main(["run", str(TWO_JUDGES.__file__), *keys, "executor=inline", f"runs={tmp_path}", "--quiet"]) == 2
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_takes_the_answers_of_each_agent_from_its_ledger(tmp_path: Path) -> None:
+    def with_ledger(name: str, score: Callable[..., Any]) -> Hosted:
+        def agent() -> RewardAgent:
+            return RewardAgent(score, name=name, ledger=Ledger(tmp_path / f"{name}.sqlite", "a", own=True))
+
+        return Hosted(name, agent, concurrent=True)
+
+    asked: list[str] = []
+
+    async def counted(solution_str: str, **_: Any) -> float:
+        asked.append(solution_str)
+        return 1.0
+
+    @stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
+    def fails(scores: Batch, actor: Latest) -> int:
+        raise ValueError("out of memory")
+
+    hosts = [with_ledger("reward", counted), with_ledger("style", counted)]
+    with pytest.raises(StageFailed, match="out of memory"):
+        ran(combined(hosts, fails), tmp_path, resume="auto")
+    agents = ran(combined(hosts), tmp_path, resume="auto").summary["rewards"]["agents"]
+    assert {name: of["cached"] for name, of in agents.items()} == {"reward": 8, "style": 8}
+    assert len(asked) == 2 * 16, "each once"
 
 
 def test_the_limits_of_each_agent_may_change_when_a_run_resumes() -> None:
