@@ -44,13 +44,13 @@ class NoCounterpart(Exception):
         self.ours = ours or {}
 
 
-def whole_number(key: str, settings: Settings, default: int | None = None) -> int:
+def whole_number(key: str, settings: Settings) -> int:
     """Returns a number of a launch.
 
     Raises:
         ConfigError: it is none, or below 1.
     """
-    value = settings.get(key, default)
+    value = settings.get(key)
     if type(value) is not int or value < 1:
         raise ConfigError(f"{key}={value}: give a whole number of at least 1 in the launch.")
     return value

@@ -36,11 +36,6 @@ class Meaning:
     fine: Any = None
     moved: str | None = None
 
-    @property
-    def exact(self) -> bool:
-        """Whether a value for verl's key is valid for ours unchanged."""
-        return self.ours is not None and not self.how
-
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Meaning], Mapping[str, str]]:

@@ -98,9 +98,9 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
     return sorted(found, key=lambda c: (-c.wait.seconds, c.wait.begin, c.pool))
 
 
-def worst_waits(trace: Trace, most: int = 5) -> list[dict[str, Any]]:
-    """Returns the longest waits of the GPUs, whatever their cause, JSON-able; see :meth:`Culprit.as_dict`."""
-    return [c.as_dict() for c in culprits(trace)[:most]]
+def worst_waits(trace: Trace) -> list[dict[str, Any]]:
+    """Returns the five longest waits of the GPUs, whatever their cause, JSON-able; see :meth:`Culprit.as_dict`."""
+    return [c.as_dict() for c in culprits(trace)[:5]]
 
 
 class _Last:
