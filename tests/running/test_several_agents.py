@@ -89,15 +89,7 @@ def combined(agents: list[Hosted], train: Any = update) -> Pipeline:
 
 
 def ran(pipeline: Pipeline, tmp_path: Path, policy: str = "baseline", **more: Any) -> Run:
-    keys = {
-        "policy": policy,
-        "steps": 2,
-        "groups": GROUPS,
-        "mini_batches": 2,
-        "name": "a",
-        "runs": str(tmp_path),
-        **more,
-    }
+    keys = {"policy": policy, "steps": 2, "groups": GROUPS, "mini_batches": 2, "name": "a", "runs": str(tmp_path)}
     return run(pipeline, inputs={"prompts": lambda step: step}, **keys, **more)
 
 
