@@ -240,13 +240,10 @@ def test_questions_to_the_ledger_have_answers(tmp_path: Path) -> None:
     run(lambda: rewards(agent, batch([["bad", "0"], ["0.25", "1"]])))
     questions = "".join(code for code, _ in blocks("sql")).split(";")[:-1]
     with contextlib.closing(sqlite3.connect(path)) as db:
-        why, again, low, slow, runs = [db.execute(question).fetchall() for question in questions]
+        why, again, low = [db.execute(question).fetchall() for question in questions]
     assert [(count, "no number in 'bad'" in story) for story, count in why] == [(1, True)]
     assert [(sample, "ValueError" in tries) for *_, sample, tries in again] == [(0, True)]
     assert low == [(0, 1, 0.0, "it says 0"), (1, 0, 0.25, "it says 0.25")]
-    assert len(slow) == 3
-    assert all(seconds >= 0 for *_, seconds in slow)
-    assert runs == [("run", 4, 3, 1)]
 
 
 def write() -> None:
