@@ -38,8 +38,6 @@ OTHERS = {
     ("CONTRIBUTING.md", "errors, "): "a picture of imports, which lint-imports checks",
     ("docs/architecture.md", "[run]      session"): "a picture of processes",
     ("docs/cluster.md", "export RAY_AUTH_MODE"): "starts Ray on several machines: benchmarks/machines.py",
-    ("docs/cluster.md", "runs=/srv/runs"): "a message of executors/ray",
-    ("docs/cluster.md", "'rollout' was not up"): "a message of executors/ray",
     ("docs/checkpoints.md", "sync_weights[v]"): "a picture of tasks",
     ("docs/checkpoints.md", "runs/NAME/checkpoints/"): "a directory: test_pages.py makes one",
     ("docs/concepts.md", "rollout  on gpu"): "output: test_site.py",
