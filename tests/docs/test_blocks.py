@@ -49,7 +49,7 @@ OTHERS = {
     ("docs/planning.md", "policy: split=4"): "two log lines of a run of an hour",
     ("docs/reward_models.md", "body = "): "a part of a function, for a server of a model; compiled below",
     ("docs/rewards.md", "Rate how well"): "a file: test_docs_rewards.py",
-    ("docs/rewards.md", "first (0,)"): "output: test_docs_rewards.py",
+    ("docs/rewards.md", "(0,) [1.0"): "output: test_docs_rewards.py",
     ("docs/rewards.md", "-- why requests"): "SQL: test_docs_rewards.py",
     ("docs/rollout.md", "VLLM_SERVER_DEV_MODE"): "starts a server: tests/engines/http/test_vllm_server.py",
     ("docs/timeline.md", "GPU pool idle"): "output of the trace of the README, compared below",
