@@ -30,11 +30,11 @@ def compare(runs: Sequence[str], out: str | None, as_json: bool) -> str:
     places = [Path(run).resolve() for run in runs]
     if (twice := next((run for i, run in enumerate(runs) if places[i] in places[:i]), None)) is not None:
         raise ConfigError(f"run '{twice}' is given twice; give different runs.")
-    given, traces = dict[str, str](), dict[str, Trace]()
-    for run, trace in sorted(((run, read_trace(run)) for run in runs), key=lambda each: _place(each[1])):
-        names = (str(trace.meta.get("policy") or Path(run).name), Path(run).name, str(run))
-        name = next(name for name in names if name not in traces)
-        given[name], traces[name] = run, trace
+    read = sorted(((str(run), read_trace(run)) for run in runs), key=lambda each: _place(each[1]))
+    names = [(str(trace.meta.get("policy") or Path(run).name), Path(run).name, run) for run, trace in read]
+    kind = next(kind for kind in zip(*names, strict=True) if len({*kind}) == len(read))  # all by what tells them apart
+    given = {name: run for name, (run, _trace) in zip(kind, read, strict=True)}
+    traces = {name: trace for name, (_run, trace) in zip(kind, read, strict=True)}
     facts = {name: summary_of(run) for name, run in given.items()}
     rows = [{"run": given[row["policy"]], **row} for row in compared(traces, facts)]
     if out:

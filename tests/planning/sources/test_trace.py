@@ -77,6 +77,14 @@ def test_what_a_trace_holds_is_read() -> None:
     assert update.seconds(3, 0, 2) == pytest.approx(1.0)
 
 
+def test_a_library_that_the_first_step_imports_delays_no_later_one() -> None:
+    trace, slow = run(job()), run(job())
+    late = min(s.begin for s in slow.spans if s.stage == "advantage")
+    slow.spans = [s if s.begin < late else replace(s, begin=s.begin + 60, end=s.end + 60) for s in slow.spans]
+    found, delayed = (of_trace(each, "a run", PlanConfig()).dispatch_s for each in (trace, slow))
+    assert delayed["advantage"] == pytest.approx(found["advantage"], abs=0.1)
+
+
 def test_the_time_in_which_a_run_was_not_running_is_no_cost() -> None:
     trace, killed = run(job()), run(job())
     after = max(s.end for s in killed.spans if s.step <= 4)
