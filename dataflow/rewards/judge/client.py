@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -161,8 +162,10 @@ def root_of(url: str) -> str:
     return re.sub(r"(/v1)?(/chat/completions|/classify|/pooling)?/*$", "", url)
 
 
-def check_judge(url: str, api_key_env: str | None, patience_s: float) -> str:
+def check_judge(url: str, api_key_env: str | None, model: str, patience_s: float) -> str:
     """Asks a server for its models, and for no score, which may cost money; returns that it answers, as a clause.
+
+    A model that the server does not list is named in the clause, and no error: some servers list no aliases.
 
     Raises:
         ConfigError: it does not answer within these seconds, or not without another key.
@@ -170,7 +173,7 @@ def check_judge(url: str, api_key_env: str | None, patience_s: float) -> str:
     name = without_login(url)[0]
     what = f"judge.url={name}: the server"
 
-    async def ask() -> None:
+    async def ask() -> str:
         import aiohttp
 
         key = key_of(api_key_env, "judge.api_key_env")
@@ -178,7 +181,7 @@ def check_judge(url: str, api_key_env: str | None, patience_s: float) -> str:
         async with aiohttp.ClientSession(timeout=limit, headers=_headers(key)) as session:
             try:
                 async with session.get(f"{root_of(url)}/v1/models", allow_redirects=False) as reply:
-                    status = reply.status
+                    status, text = reply.status, await reply.text()
             except (aiohttp.ClientError, OSError) as error:
                 raise ConfigError(f"{what} does not answer ({reason(error)}); start it, or correct the url.") from None
             if status in (401, 403):
@@ -186,5 +189,10 @@ def check_judge(url: str, api_key_env: str | None, patience_s: float) -> str:
             if status >= 500:
                 raise ConfigError(f"{what} answers {status} to GET /v1/models; see its log, or correct the url.")
 
-    asyncio.run(ask())
-    return f"{name} answers"
+        return text if status == 200 else ""
+
+    text, listed = asyncio.run(ask()), list[str]()
+    with suppress(ValueError, TypeError, KeyError):  # it lists its models in another form, or not at all
+        listed = [str(each["id"]) for each in json.loads(text)["data"]]
+    unknown = f", but lists no model '{model}' (judge.model): it has {', '.join(listed[:5])}"
+    return f"{name} answers{unknown if listed and model not in listed else ''}"

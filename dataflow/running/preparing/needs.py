@@ -79,7 +79,7 @@ def needs(prepared: Preparation, patience_s: float) -> list[Check]:
 def _check_judge(prepared: Preparation, name: str, patience_s: float) -> str:
     judge = prepared.judges[name]
     try:
-        return check_judge(str(judge.url), judge.api_key_env, patience_s)
+        return check_judge(str(judge.url), judge.api_key_env, judge.model, patience_s)
     except ConfigError as error:
         raise ConfigError(keyed(str(error), name)) from error
 

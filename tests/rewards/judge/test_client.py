@@ -161,18 +161,28 @@ def test_the_full_address() -> None:
 def checked(reply: Reply, key: str | None = None, login: str = "") -> str:
     async def body() -> str:
         async with serving(reply) as url:
-            said = await asyncio.to_thread(check_judge, f"{url}/v1".replace("//", f"//{login}"), key, 5.0)
-            assert said == f"{url}/v1 answers"
-            return said
+            said = await asyncio.to_thread(check_judge, f"{url}/v1".replace("//", f"//{login}"), key, "big", 5.0)
+            assert said.startswith(f"{url}/v1 answers")
+            return said.removeprefix(f"{url}/v1 answers")
 
     return asyncio.run(body())
 
 
 def test_a_server_that_answers_needs_to_have_no_list_of_models(logins: list[str | None]) -> None:
-    checked(echoing(logins, 200), key="TEST_JUDGE_KEY")
+    assert checked(echoing(logins, 200), key="TEST_JUDGE_KEY") == ""
     checked(echoing(logins, 404))
     checked(echoing(logins, 429), login="user:sesame@")
     assert logins == ["Bearer sk-sesame-123456", None, "Basic dXNlcjpzZXNhbWU="]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("big", ""), ("bigg", ", but lists no model 'big' (judge.model): it has bigg")]
+)
+def test_a_model_that_the_server_does_not_list_is_named(model: str, words: str) -> None:
+    async def lists(_request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": model}]})
+
+    assert checked(lists) == words
 
 
 def test_a_server_that_refuses_or_is_not_there(logins: list[str | None]) -> None:
@@ -185,4 +195,4 @@ def test_a_server_that_refuses_or_is_not_there(logins: list[str | None]) -> None
     with pytest.raises(
         ConfigError, match=r"judge.url=http://127.0.0.1:9: the server does not answer \(Connect.*refused"
     ):
-        check_judge("http://127.0.0.1:9", None, 5.0)
+        check_judge("http://127.0.0.1:9", None, "judge", 5.0)
