@@ -129,6 +129,7 @@ def test_training() -> None:
     assert f"{', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}" in page
 
 
+@pytest.mark.slow
 def test_each_line_of_a_dry_run_is_explained_and_its_python_finds_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     page = text("docs/dry_runs.md")
     source = "".join(Path(str(module.__file__)).read_text() for module in (needs, preparation))
