@@ -31,7 +31,8 @@ def compare(runs: Sequence[str], out: str | None, as_json: bool) -> str:
     if (twice := next((run for i, run in enumerate(runs) if places[i] in places[:i]), None)) is not None:
         raise ConfigError(f"run '{twice}' is given twice; give different runs.")
     read = sorted(((str(run), read_trace(run)) for run in runs), key=lambda each: _place(each[1]))
-    names = [(str(trace.meta.get("policy") or Path(run).name), Path(run).name, run) for run, trace in read]
+    policies = [str(trace.meta.get("policy") or Path(run).name) for run, trace in read]
+    names = [(p, f"{p} ({Path(run).name})", f"{p} ({run})") for p, (run, _trace) in zip(policies, read, strict=True)]
     kind = next(kind for kind in zip(*names, strict=True) if len({*kind}) == len(read))  # all by what tells them apart
     given = {name: run for name, (run, _trace) in zip(kind, read, strict=True)}
     traces = {name: trace for name, (_run, trace) in zip(kind, read, strict=True)}

@@ -74,7 +74,11 @@ def test_two_runs_of_one_policy_go_by_their_directories(
     (tmp_path / "again").mkdir()
     perfetto.write(made_up(2, policy="both"), tmp_path / "again" / "trace.json")
     assert main(["compare", *runs, str(tmp_path / "again"), "--json"]) == 0
-    assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == ["baseline", "both", "again"]
+    assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == [
+        "baseline (baseline)",
+        "both (both)",
+        "both (again)",
+    ]
     for other in (runs[1], f"{runs[1]}/", f"{tmp_path}/again/../both"):
         assert "given twice" in refused(capsys, "compare", runs[1], other)
     for parent in ("a", "b"):
@@ -82,7 +86,7 @@ def test_two_runs_of_one_policy_go_by_their_directories(
         perfetto.write(made_up(2, policy="both"), tmp_path / parent / "again" / "trace.json")
     same = [str(tmp_path / parent / "again") for parent in ("", "a", "b")]
     assert main(["compare", *same, "--json"]) == 0
-    assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == same
+    assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == [f"both ({run})" for run in same]
 
 
 @pytest.mark.slow
