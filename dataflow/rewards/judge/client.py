@@ -162,6 +162,14 @@ def root_of(url: str) -> str:
     return re.sub(r"(/v1)?(/chat/completions|/classify|/pooling)?/*$", "", url)
 
 
+def models_in(text: str) -> list[str]:
+    """Returns the names of the models in a reply to ``GET /v1/models``; ValueError if it is no list of models."""
+    try:
+        return [str(each["id"]) for each in json.loads(text)["data"]]
+    except (LookupError, TypeError) as error:
+        raise ValueError("the reply is no list of models") from error
+
+
 def check_judge(url: str, api_key_env: str | None, model: str, patience_s: float) -> str:
     """Asks a server for its models, and for no score, which may cost money; returns that it answers, as a clause.
 
@@ -181,7 +189,7 @@ def check_judge(url: str, api_key_env: str | None, model: str, patience_s: float
         async with aiohttp.ClientSession(timeout=limit, headers=_headers(key)) as session:
             try:
                 async with session.get(f"{root_of(url)}/v1/models", allow_redirects=False) as reply:
-                    status, text = reply.status, await reply.text()
+                    status, text = reply.status, await reply.text(errors="replace")
             except (aiohttp.ClientError, OSError) as error:
                 raise ConfigError(f"{what} does not answer ({reason(error)}); start it, or correct the url.") from None
             if status in (401, 403):
@@ -192,7 +200,7 @@ def check_judge(url: str, api_key_env: str | None, model: str, patience_s: float
         return text if status == 200 else ""
 
     text, listed = asyncio.run(ask()), list[str]()
-    with suppress(ValueError, TypeError, KeyError):  # it lists its models in another form, or not at all
-        listed = [str(each["id"]) for each in json.loads(text)["data"]]
+    with suppress(ValueError):  # it lists its models in another form, or not at all
+        listed = models_in(text)
     unknown = f", but lists no model '{model}' (judge.model): it has {', '.join(listed[:5])}"
     return f"{name} answers{unknown if listed and model not in listed else ''}"

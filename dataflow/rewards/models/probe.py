@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.client import root_of
+from dataflow.rewards.judge.client import models_in, root_of
 from dataflow.system.address import without_login
 from dataflow.system.http import reason
 
@@ -69,8 +68,8 @@ async def _asked(session: aiohttp.ClientSession, url: str, name: str, what: str)
     if status != 200:
         return None if status in (404, 405, 501) else f"it answers {status}"
     try:
-        known = [str(each["id"]) for each in json.loads(text)["data"]]
-    except (ValueError, LookupError, TypeError):
+        known = models_in(text)
+    except ValueError:
         raise ConfigError(
             f"{what}: GET /v1/models is not answered with a list of models; give the url of a server that speaks "
             "OpenAI's protocol, as vllm serve does."
