@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import dataflow
-from dataflow.commands import completion
 from dataflow.commands.ending import act, one_line
 from dataflow.commands.trace import read_trace
 from dataflow.errors import ConfigError, Interrupted
@@ -45,12 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if own:
         open_standard_streams()
         take_any_character()
-        completion.complete(parser)
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may stand at the cursor
+            from argcomplete import autocomplete
+
+            autocomplete(parser, always_complete_options=False)
     # Options may come between key=value arguments, which argparse alone does not accept.
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
     if rest and (takes_more is None or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_key(rest, arguments)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}; keys are written without dashes, such as steps=5")
     if rest:
         takes_more += rest
     if options.command is None:
@@ -72,18 +75,6 @@ def _trains(options: argparse.Namespace) -> bool:
     if options.command == "run":
         return not options.keys and all(text.replace(" ", "").lower() != "dry=true" for text in options.overrides)
     return bool(options.command == "resume")
-
-
-def _as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
-    """Returns a hint that writes an unknown option as a key."""
-    option = next((text for text in unknown if text.startswith("--")), None)
-    if option is None:
-        return ""
-    name, _, value = option.removeprefix("--").partition("=")
-    if not value:
-        following = arguments[arguments.index(option) + 1 :]
-        value = following[0] if following and not following[0].startswith("-") else "VALUE"
-    return f"; keys are written without dashes, {name.replace('-', '_')}={value}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -146,10 +137,6 @@ def make_parser() -> argparse.ArgumentParser:
     text = "Says what is installed and what this machine has, and the fix of each problem."
     option = add("doctor", _doctor, text, "--json")
     option("--json", help="print it as JSON", **flag)
-
-    text = "Prints what a shell evaluates to complete commands, options and files."
-    option = add("completion", _completion, text, "bash")
-    option("shell", metavar="SHELL", choices=completion.SHELLS, help=", ".join(completion.SHELLS))
 
     text = "Shows the stages of a pipeline, or the graph unrolled over steps=N."
     option = add("show", _show, text, "pipelines/gsm8k_grpo.py policy=both steps=2")
@@ -303,11 +290,6 @@ def _init(options: argparse.Namespace) -> int:
     from dataflow.commands.init import init
 
     return init(options.directory)
-
-
-def _completion(options: argparse.Namespace) -> int:
-    print(completion.script(options.shell))
-    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -57,3 +57,14 @@ def test_characters_that_stdout_lacks_are_replaced(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr.decode()
         assert not ended.stderr
         assert b"both" in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_shell_gets_the_words_that_it_asks_for_and_no_engine_is_imported(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "_ARGCOMPLETE": "1", "IFS": "\013", "COMP_TYPE": "9"}
+    environment |= {"COMP_LINE": "dataflow ex", "COMP_POINT": "11", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "w")}
+    command = [sys.executable, "-X", "importtime", *STARTS["script"]]
+    asked = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+    assert (tmp_path / "w").read_text().split() == ["export"], asked.stderr
+    loaded = {line.rpartition("|")[2].strip() for line in asked.stderr.splitlines()}
+    assert not loaded & {"torch", "ray", "verl", "transformers", "vllm", "pydantic", "numpy"}

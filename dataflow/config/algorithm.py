@@ -16,10 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from dataflow.algorithms.correction import CORRECTIONS, check_rejection, check_threshold, kinds_of
-from dataflow.algorithms.estimators import ESTIMATORS, SUMS_SQUARES
-from dataflow.algorithms.losses import LOSSES
-from dataflow.algorithms.presets import PRESETS, laid_under
+from dataflow.algorithms import ESTIMATORS, LOSSES, PRESETS, SUMS_SQUARES, check_rejection, check_threshold
 from dataflow.config.keys import yaml_values
 from dataflow.config.section import Fraction, Section, Share, Text, Texts, one_of
 from dataflow.errors import ConfigError
@@ -123,8 +120,6 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
     """Dynamic sampling: which groups a step leaves out."""
-    rollout_correction: Annotated[str, one_of(CORRECTIONS)] | None = None
-    """One of verl's named corrections for the gap between rollout and trainer, which sets the next keys."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance weights that correct for stale samples, per token or per sequence; null leaves them out."""
     rollout_is_threshold: Threshold = "2.0"
@@ -142,16 +137,14 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _expand_presets(cls, value: Any, validate: ModelWrapValidatorHandler[AlgorithmConfig]) -> AlgorithmConfig:
+    def _expand_preset(cls, value: Any, validate: ModelWrapValidatorHandler[AlgorithmConfig]) -> AlgorithmConfig:
         given = {cls.shorthand: value} if isinstance(value, str) else value
         if not isinstance(given, Mapping):
             return validate(value)
-        whole = dict(given)
-        for key, presets in (("rollout_correction", CORRECTIONS), ("preset", PRESETS)):
-            if isinstance(name := given.get(key), str) and name in presets:  # others are refused below
-                whole = laid_under(presets[name], whole)
-        section = validate(whole)
-        for name in whole.keys() - given.keys():
+        spread = ("clip_ratio_low", "clip_ratio_high") if "clip_ratio" in given else ()
+        preset = PRESETS.get(str(given.get("preset")), {})  # another name is refused below
+        section = validate({key: of for key, of in preset.items() if key not in spread} | dict(given))
+        for name in preset.keys() - given.keys():
             section.model_fields_set.discard(name)  # so that a later preset replaces it
         return section
 
@@ -160,11 +153,6 @@ class AlgorithmConfig(Section):
     def _check_threshold(cls, value: str) -> str:
         check_threshold(value)
         return value
-
-    @field_validator("rollout_rs")
-    @classmethod
-    def _check_kinds(cls, value: str | None) -> str | None:
-        return value if value is None else ",".join(kinds_of(value))
 
     @model_validator(mode="after")
     def _spread_clip_ratio(self) -> AlgorithmConfig:
@@ -185,9 +173,10 @@ class AlgorithmConfig(Section):
             raise ConfigError("algorithm.rollout_rs and algorithm.rollout_rs_threshold go together; give both.")
         if self.rollout_rs is not None and self.rollout_rs_threshold is not None:
             try:
-                check_rejection(kinds_of(self.rollout_rs), self.rollout_rs_threshold)
+                check_rejection(self.rollout_rs, self.rollout_rs_threshold)
             except ValueError as error:
-                raise ConfigError(f"algorithm.rollout_rs_threshold='{self.rollout_rs_threshold}': {error}.") from error
+                given = f"algorithm.rollout_rs={self.rollout_rs} with rollout_rs_threshold={self.rollout_rs_threshold}"
+                raise ConfigError(f"{given}: {error}.") from error
         if self.bypass_mode and self.policy_loss != "vanilla":
             raise ConfigError(
                 f"algorithm.policy_loss={self.policy_loss}: bypass_mode has its own (bypass_loss); give vanilla."
@@ -209,18 +198,13 @@ class AlgorithmConfig(Section):
         """Whether the rollout is corrected before the update; with bypass_mode the loss does it."""
         return not self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None)
 
-    def preset_keys(self) -> dict[str, list[str]]:
-        """Returns, for each preset in use, the keys that have its values, as ``key=value``."""
-        found = {}
-        for key, presets in (("preset", PRESETS), ("rollout_correction", CORRECTIONS)):
-            if (name := getattr(self, key)) is not None:
-                kept = [(k, value) for k, value in presets[name].items() if getattr(self, k) == value]
-                found[f"algorithm.{key}={name}"] = [f"{k}={yaml_values.inline(value)}" for k, value in kept]
-        return found
+    def preset_keys(self) -> list[str]:
+        """Returns the keys that have the preset's values, as ``key=value``."""
+        sets = PRESETS[self.preset] if self.preset is not None else {}
+        return [f"{key}={yaml_values.inline(value)}" for key, value in sets.items() if getattr(self, key) == value]
 
     @staticmethod
     def without_preset(values: Mapping[str, Any], preset: str) -> dict[str, Any]:
-        """Returns a section's values without those that another preset of the same kind sets or the present one set."""
-        kind, presets = ("rollout_correction", CORRECTIONS) if preset in CORRECTIONS else ("preset", PRESETS)
-        keys = {key for name in (str(values.get(kind)), preset) for key in presets.get(name, {})}
+        """Returns a section's values without those that its preset set or another preset sets."""
+        keys = {key for name in (str(values.get("preset")), preset) for key in PRESETS.get(name, {})}
         return {key: value for key, value in values.items() if key not in keys}

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from dataflow.algorithms.estimators import ESTIMATORS
+from dataflow.algorithms import ESTIMATORS
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, PolicyConfig, dump_yaml, values_of
 from dataflow.config.engine import EngineConfig
@@ -236,9 +236,9 @@ class RunConfig(BaseConfig):
         return self.trainer.restarts
 
     def remarks(self) -> list[str]:
-        """See :meth:`BaseConfig.remarks`: which keys the presets of the algorithm set."""
-        presets = self.algorithm.preset_keys()
-        return [f"{name} set {', '.join(keys) or 'nothing'}" for name, keys in presets.items()]
+        """See :meth:`BaseConfig.remarks`: which keys the preset of the algorithm set."""
+        keys = self.algorithm.preset_keys()
+        return [f"algorithm.preset={self.algorithm.preset} set {', '.join(keys)}"] if keys else []
 
     def job(self) -> dict[str, Any]:
         """See :meth:`BaseConfig.job`."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
-from dataflow.algorithms.presets import PRESETS
+from dataflow.algorithms import PRESETS
 from dataflow.config.keys import verl_keys, yaml_values
 from dataflow.config.keys.overrides import fields, parse_overrides
 from dataflow.config.keys.verl_keys import Meaning

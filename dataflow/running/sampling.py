@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dataflow.algorithms.estimators import ESTIMATORS
+from dataflow.algorithms import ESTIMATORS
 from dataflow.engines.base import Sampling
 from dataflow.errors import ConfigError, nearest
 from dataflow.stage import Read, Stage

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
+from dataflow.algorithms import ESTIMATORS, Estimator
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
@@ -99,7 +99,7 @@ def advantage_stage(algorithm: Any) -> Stage:
     Raises:
         ConfigError: the estimator is unknown.
     """
-    fields = list(estimator_of(algorithm.adv_estimator).needs)
+    fields = list(ESTIMATORS[algorithm.adv_estimator].needs)
     if algorithm.corrects and (algorithm.rollout_rs is not None or "old_log_probs" in fields):
         fields.append("correction")
     if algorithm.use_kl_in_reward:
@@ -110,7 +110,7 @@ def advantage_stage(algorithm: Any) -> Stage:
 
 def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, task: TaskInfo) -> Batch:
     task.log(token_metrics(responses, task))
-    estimator = estimator_of(algorithm.adv_estimator)
+    estimator = ESTIMATORS[algorithm.adv_estimator]
     sampled = responses.only(sampled_mask="response_mask")  # before a correction rejects tokens
     data = responses.merge(sampled, rewards, *(_for_rows(field, responses) for field in more))
     if "kept" not in data:
@@ -221,7 +221,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
     from verl.trainer.ppo.metric_utils import compute_data_metrics
 
-    name, estimator = algorithm.adv_estimator, estimator_of(algorithm.adv_estimator)
+    name, estimator = algorithm.adv_estimator, ESTIMATORS[algorithm.adv_estimator]
     data = _needed(samples, algorithm).to_dataproto()
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.algorithms.estimators import ESTIMATORS
-from dataflow.algorithms.losses import BYPASS, LOSSES
-from dataflow.algorithms.presets import PRESETS
+from dataflow.algorithms import BYPASS, ESTIMATORS, LOSSES, PRESETS
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "docs" / "algorithms.md"

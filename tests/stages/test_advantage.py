@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataflow.algorithms.estimators import ESTIMATORS
+from dataflow.algorithms import ESTIMATORS
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import DataError

@@ -206,7 +206,9 @@ def test_the_greedy_stage_reads_the_weights_of_the_responses() -> None:
         return greedy_stages(config, rollout_stages(config)[1], engine=None, agent=None, on="gpu")
 
     assert stages() == []
-    greedy, scoring = stages("algorithm=remax", "engine.n=3", "engine.temperature=0.7", "engine.top_p=0.9")
+    greedy, scoring = stages(
+        "algorithm.adv_estimator=remax", "engine.n=3", "engine.temperature=0.7", "engine.top_p=0.9"
+    )
     assert [(read.field, read.lag) for read in greedy.reads] == [("prompts", "none"), ("weights_version", "carried")]
     assert (greedy.writes, greedy.role, scoring.name) == (("greedy_responses",), None, "greedy_score")
     drawn = greedy.services["sampling"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dataflow.algorithms.losses import CLIPS, LOSSES
+from dataflow.algorithms import CLIPS, LOSSES
 from dataflow.config.keys import yaml_values
 
 Of = Callable[[str], Any]

@@ -132,7 +132,7 @@ class Saved:
         if given.keys() & {"policy", "policy.preset"}:
             values["policy"] = _without(values.get("policy"), "split", "max_staleness", "stream_rollout")
         values["resume"] = _without(values.get("resume"), "allow")
-        for key in ("algorithm", "algorithm.preset", "algorithm.rollout_correction"):
+        for key in ("algorithm", "algorithm.preset"):
             if key in given and isinstance(section := values.get("algorithm"), Mapping):
                 values["algorithm"] = AlgorithmConfig.without_preset(section, given[key])
         return parse_overrides(self._class, overrides, values)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dataflow.algorithms.losses import BYPASS
+from dataflow.algorithms import BYPASS
 from dataflow.metrics import Mean, by_name
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dataflow.algorithms.estimators import SUMS_SQUARES
+from dataflow.algorithms import SUMS_SQUARES
 from dataflow.batch import Batch
 from dataflow.engines.verl.export import write_model
 from dataflow.engines.verl.loss import loss_of, value_loss_of

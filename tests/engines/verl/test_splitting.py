@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataflow.algorithms.estimators import ESTIMATORS
-from dataflow.algorithms.losses import LOSSES
+from dataflow.algorithms import ESTIMATORS, LOSSES
 from dataflow.batch import Batch
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from dataflow.algorithms.losses import LOSSES
+from dataflow.algorithms import LOSSES
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import TrainerConfig
