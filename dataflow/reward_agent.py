@@ -49,7 +49,7 @@ from dataflow.system.frozen import FrozenExit
 from dataflow.system.secrets import redact_known
 from dataflow.usercode.calls import Calls
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import message_of
+from dataflow.usercode.failures import TimedOut, message_of
 from dataflow.usercode.load import describe, fix_of, name_of, raised, what_happened
 
 __all__ = ["BESIDE", "MAIN", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary",
@@ -387,10 +387,12 @@ class RewardAgent:
         """The life of a request, from its wait for a first slot to its end: this is all that happens to it.
 
         A failed try is followed by another one while the error is transient (:func:`is_transient`, or the user's
-        ``retry_on``), tries are left, and the deadline allows it. A service that answers 429 with a Retry-After gets no
-        new request until that, or a deadline, is over (:meth:`_call`); this one waits for it and a random backoff.
+        ``retry_on``), tries are left, and the deadline allows it. Calls that the service refused for its rate use up no
+        tries. One that answers 429 with a Retry-After gets no new request until that, or a deadline, is over
+        (:meth:`_call`); this one waits for it and a random backoff.
         """
         error: Exception | None = None
+        used = 0
         while True:
             slot = await self._slot(job)
             if slot is None:
@@ -401,8 +403,14 @@ class RewardAgent:
             if isinstance(answer, Scored):
                 self._finish_job(job, answer)
                 return
+            over = isinstance(answer, TimedOut) and self._now() >= job.deadline
+            if over and error is not None and is_throttle(error):  # which says what to do
+                why = f"its deadline of {self.retry.deadline_s:g} s passed during the last"
+                break
             error, why = answer, ""
-            if getattr(error, "fatal", None) is True or job.tries >= self.retry.tries:
+            # A refusal by rate uses up no try while a deadline bounds it: a service may refuse all for a minute.
+            used += self.retry.deadline_s is None or not is_throttle(error)
+            if getattr(error, "fatal", None) is True or used >= self.retry.tries:
                 break
             try:
                 if not self.retry.again(error):
@@ -542,9 +550,10 @@ class RewardAgent:
         """Returns what happened and how to fix it."""
         name = f"'{name_of(self._function)}'"
         verb = f"returned {error}" if isinstance(error, BadScore) else what_happened(error)
-        reasons = [each.partition(",")[0] for each in job.errors]
-        if job.tries > 1 and len(set(reasons)) > 1:
-            verb = f"failed on each of {job.tries} tries: {', '.join(reasons)}; it {verb}"
+        reasons = Counter(each.partition(",")[0] for each in job.errors)
+        if job.tries > 1 and len(reasons) > 1:
+            told = ", ".join(reason if times == 1 else f"{reason} ({times} times)" for reason, times in reasons.items())
+            verb = f"failed on each of {job.tries} tries: {told}; it {verb}"
         elif job.tries > 1:
             verb += f" on each of {job.tries} tries"
         if job.tries > 1 or isinstance(error, TimeoutError):

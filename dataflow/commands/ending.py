@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 
-from dataflow.errors import DataflowError, Interrupted, UserError
+from dataflow.errors import DataflowError, Interrupted, RewardFailed, UserError
 from dataflow.system.extras import missing_extra
 from dataflow.system.secrets import redact
 from dataflow.system.stopping import stopping
@@ -69,10 +69,13 @@ def _failed(error: DataflowError) -> int:
     if isinstance(error, UserError):
         print(f"{type(error).__name__}: {one_line(redact(str(error)))}", file=sys.stderr)
         return 2
-    print(f"{type(error).__name__}: {redact(str(error))}", file=sys.stderr)
-    # First the origin of the error in the user's code (the worker's traceback), then the last complete step.
-    for note in (*getattr(error.__cause__, "__notes__", ()), *getattr(error, "__notes__", ())):
-        print(redact(str(note)), file=sys.stderr)
+    cause = error.__cause__
+    # The traceback of a worker is above the sentence, as Python has it. That of a reward is in frames of the agent; its
+    # sentence has the place in the user's code.
+    traces = () if isinstance(cause, RewardFailed) else getattr(cause, "__notes__", ())
+    sentence = f"{type(error).__name__}: {error}"
+    for text in (*traces, sentence, *getattr(error, "__notes__", ())):
+        print(redact(str(text)), file=sys.stderr)
     return 1
 
 

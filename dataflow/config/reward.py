@@ -63,9 +63,9 @@ class RewardConfig(Section):
     timeout: PositiveFloat | None = 120.0
     """Seconds that one try may take; null for no limit."""
     tries: PositiveInt = 4
-    """Tries of a request after transient errors: a time-out, a broken connection, 429, 5xx."""
+    """Tries of a request with transient errors: a time-out, a broken connection, 5xx, but for 429, 503 and 529."""
     deadline: PositiveFloat | None = 600.0
-    """Seconds that all tries of a request may take together; null for no limit."""
+    """Seconds that all tries of a request may take together; null for no limit, and 429, 503 and 529 count as tries."""
     backoff: NonNegativeFloat = 0.5
     """Maximum of the random wait before a second try, in seconds; doubled for each further try."""
     max_backoff: NonNegativeFloat = 30.0

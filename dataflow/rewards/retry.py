@@ -43,7 +43,7 @@ class Retry:
     """The tries of one request.
 
     Attributes:
-        tries: maximum number, including the first.
+        tries: maximum number, including the first; a refusal by rate (429, 503, 529) counts only without a deadline.
         timeout_s: time limit of one try; None for no limit.
         deadline_s: time limit from the begin of the first try to the end of the last; None for no limit.
         backoff_s: the wait before the second try is random, up to this; it doubles with each further try.

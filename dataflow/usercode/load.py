@@ -116,13 +116,13 @@ def describe(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns file and line in the user's code that an exception was raised in; "" if unknown."""
+    """Returns the innermost line of the user's file that an exception was raised in; "" if unknown."""
     # Not extract_tb, which looks up the columns of each frame: many errors have a deep traceback.
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if not (file := frame.f_code.co_filename).startswith(_MACHINERY):
-            return f"{Path(file).name}:{line}"
-    # An exception from another process has no frames, but the attribute _place.
-    return str(getattr(error, "_place", ""))
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = next((file for file, _line in frames if not file.startswith(_MACHINERY)), None)
+    if own is None:  # an exception from another process has no frames, but the attribute _place
+        return str(getattr(error, "_place", ""))
+    return f"{Path(own).name}:{[line for file, line in frames if file == own][-1]}"
 
 
 def raised(where: str, function: Any, error: BaseException) -> str:

@@ -59,15 +59,19 @@ def test_what_is_no_score_is_asked_for_again_where_that_may_help_and_else_ends_t
 ) -> None:
     async def body() -> None:
         server.behave(mode)
-        agent = judged(server, Retry(tries=6, timeout_s=10.0, backoff_s=0.01, max_backoff_s=0.05))
+        refused = mode.startswith("status:429")
+        retry = Retry(tries=6, timeout_s=10.0, deadline_s=3.0 if refused else 60.0, backoff_s=0.01, max_backoff_s=0.05)
+        agent = judged(server, retry)
         agent.submit(1, samples(1, [7], 1))
         with pytest.raises(RewardFailed) as error:
             await agent.collect(1)
         story = str(error.value)
-        assert story.startswith("sample 0 of group 7 of step 1: 'compute_score' raised Judge")
+        assert story.startswith("sample 0 of group 7 of step 1: 'compute_score' ")
+        assert "raised Judge" in story
         assert said in story
         assert fix in story
-        assert ("on each of 6 tries" in story) is again
+        assert ("on each of 6 tries" in story) is (again and not refused)
+        assert ("its deadline of 3 s" in story) is refused, "a refusal counts as no try"
         before = server.seen()["requests"]
         server.behave(mode, count=5 * again, every=3) if again else server.behave()
         agent.submit(2, samples(2, GROUPS))

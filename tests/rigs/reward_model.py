@@ -45,6 +45,8 @@ class Row:
 class Ask:
     rows: list[Row]
     tries: int = 0
+    refused: int = 0
+    """How many of its tries used up none of the agent's."""
     begin: float = 0.0
     running: bool = False
     until: float = 0.0
@@ -159,8 +161,9 @@ class Model:
         self.counts["throttled"] += how == "throttled"
         self.counts["timed_out"] += how == "timed out"
         if how == "throttled":
+            ask.refused += 1
             self.paused = max(self.paused, now + wait)
-        if how in PASSING and ask.tries < TRIES and now + wait < ask.begin + DEADLINE:
+        if how in PASSING and ask.tries - ask.refused < TRIES and now + wait < ask.begin + DEADLINE:
             ask.until = now + wait
             return
         del self.asks[key]
