@@ -19,7 +19,6 @@ from dataflow.commands.trace import read_trace
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
 from dataflow.system.stopping import stopping
-from dataflow.system.streams import open_standard_streams, take_any_character
 from dataflow.system.supervisor import report
 
 if TYPE_CHECKING:
@@ -42,13 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser, own = make_parser(), arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if own:
-        open_standard_streams()
-        take_any_character()
-        if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may stand at the cursor
-            from argcomplete import autocomplete
+    if own and "_ARGCOMPLETE" in os.environ:  # a shell asks which words may stand at the cursor
+        from argcomplete import autocomplete
 
-            autocomplete(parser, always_complete_options=False)
+        autocomplete(parser, always_complete_options=False)
     # Options may come between key=value arguments, which argparse alone does not accept.
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))

@@ -99,11 +99,3 @@ def test_output_to_a_full_disk_is_an_error_in_one_sentence() -> None:
         )
     assert ended.returncode == 1
     assert ended.stderr == "RunError: the output cannot be written: No space left on device; make room there.\n"
-
-
-@pytest.mark.heavy
-def test_a_standard_stream_that_is_closed_changes_nothing() -> None:
-    command = [sys.executable, "-m", "dataflow", "run", "--keys"]
-    ended = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "trainer.lr" in ended.stdout

@@ -27,7 +27,6 @@ from pebble import ProcessExpired, ProcessPool
 
 from dataflow.errors import ConfigError, RewardFailed
 from dataflow.rewards.functions import MADE, build_reward, find_reward, load_reward, scorer_of
-from dataflow.system.children import restore_path, safe_path
 from dataflow.usercode.failures import is_cancelled, pickled_error, trace_of
 from dataflow.usercode.load import LABEL, describe, name_of, place_of
 from dataflow.usercode.numeric import kind_of
@@ -206,8 +205,7 @@ class _Processes:
     def __init__(self, recipe: Recipe, workers: int) -> None:
         self._waiting: set[Future[Any]] = set()
         self._pool = ProcessPool(workers, initializer=_begin, initargs=(recipe,), context=_Context())
-        with safe_path():
-            self.schedule(_ready)  # which starts them
+        self.schedule(_ready)  # which starts them
 
     def schedule(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Sends a call.
@@ -230,10 +228,6 @@ class _Processes:
 
 class _Worker(SpawnProcess):
     """A worker that leads a process group, which ends with it."""
-
-    def start(self) -> None:
-        with safe_path():
-            super().start()
 
     def terminate(self) -> None:
         """Kills it with what it has started: nothing else stops a function that holds Python's lock."""
@@ -261,7 +255,6 @@ _broken: BaseException | None = None
 def _begin(recipe: Recipe) -> None:
     """Limits this process to one core, ties it to the process that started it, and builds the reward."""
     global _reward, _broken
-    restore_path()
     os.setsid()
     os.environ["OMP_NUM_THREADS"] = "1"
     if "torch" in sys.modules:  # the main module's; it has read the variable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 import socket
 from urllib.parse import unquote, urlsplit
 
@@ -33,22 +32,6 @@ def host_port(host: str, port: int) -> str:
     ('10.0.0.1:80', '[fd00::1]:80')
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def host_and_port(text: str) -> tuple[str, int]:
-    """Returns the host, without brackets, and the port of such a text.
-
-    >>> host_and_port("10.0.0.1:80"), host_and_port("[fd00::1]:80")
-    (('10.0.0.1', 80), ('fd00::1', 80))
-
-    Raises:
-        ValueError: it has another form; the message is a clause that says what is wrong.
-    """
-    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+)):([0-9]{1,5})", text)
-    if found is None:
-        brackets = "an IPv6 address needs brackets, as in [fd00::1]:80"
-        raise ValueError(brackets if text.count(":") > 1 else "it is not host:port")
-    return found[1] or found[2], int(found[3])
 
 
 def family_of(host: str) -> socket.AddressFamily:

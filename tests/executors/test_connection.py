@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +17,7 @@ from dataflow.errors import ConfigError, RunError
 from dataflow.executors.ray import connection
 from dataflow.executors.ray.connection import join_ray, start_ray
 from tests.rigs.listening import Listener, check, listeners
-from tests.rigs.processes import below, command, environment
+from tests.rigs.processes import below, command
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
@@ -51,12 +49,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[psutil.Proces
         ray.shutdown()
 
 
-def token_path() -> Path:
-    """Returns the file with the token, as Ray's processes know it."""
-    (gcs,) = [process for process in below() if any("gcs_server" in word for word in command(process)[:1])]
-    return Path(environment(gcs)["RAY_AUTH_TOKEN_PATH"])
-
-
 def ask(**environment: str) -> subprocess.CompletedProcess[str]:
     """Queries the run's Ray from a process with these environment variables."""
     import ray
@@ -72,38 +64,18 @@ def test_it_listens_on_loopback_alone(own: object) -> None:
     check([each._replace(process="dataflow run") if "pytest" in each.process else each for each in found], 4)
 
 
-def test_it_answers_only_who_has_the_token_which_no_environment_command_or_log_contains(own: object) -> None:
-    path = token_path()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path)).returncode == 0
+def test_it_answers_only_who_has_the_token_which_no_command_or_log_contains(own: object) -> None:
+    token = os.environ["RAY_AUTH_TOKEN"]
+    assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token).returncode == 0
     for without in (ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="1" * 64), ask(RAY_AUTH_MODE="disabled")):
         assert without.returncode == 1
         assert "nauthenticated" in without.stderr or "nauthorized" in without.stderr
-    token = path.read_text()
-    assert len(token) == 64
     for process in [psutil.Process(), *below()]:
-        assert token not in " ".join([*command(process), *environment(process).values()])
+        assert token not in " ".join(command(process))
     session = Path(os.path.realpath("/tmp/ray/session_latest"))
     files = [file for file in session.rglob("*") if file.is_file()]
     assert files
     assert not [file for file in files if token.encode() in file.read_bytes()]
-
-
-def test_workers_and_their_processes_do_not_import_from_the_working_directory(own: object) -> None:
-    import ray
-
-    @ray.remote(num_cpus=0)
-    def paths() -> list[str]:
-        import subprocess
-
-        # As multiprocessing starts a process, before that takes over this one's path.
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        code = "import sys; print(*sys.path, '', sep='\\n', end='/')"
-        child = subprocess.check_output([sys.executable, *flags, "-c", code], text=True, timeout=60)
-        assert not child.startswith("\n"), "it looks for modules in the working directory first"
-        return [*sys.path, *child.split("\n")[:-1]]
-
-    assert os.getcwd() not in [os.path.realpath(path) for path in ray.get(paths.remote(), timeout=60)]
 
 
 def test_it_leaves_nothing(own: list[psutil.Process]) -> None:
@@ -142,40 +114,16 @@ def test_one_that_does_not_start_says_why_and_where_to_look(monkeypatch: pytest.
         raise OSError("AF_UNIX path length cannot exceed 107 bytes.")
 
     monkeypatch.setattr(ray, "init", broken)
-    monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(RunError, match=r"cannot exceed 107 bytes; its logs are in /tmp/ray, or RAY_TMPDIR"):
         start_ray(1)
-    assert str(caught.value).endswith(
-        "107 bytes; set RAY_TMPDIR=/tmp, whose path is short; see the logs of its newest session in /elsewhere/ray."
-    )
-
-
-def test_one_that_was_not_up_in_time_is_started_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = []
-    shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
-
-    def slow(address: str, **_options: object) -> str:
-        starts.append(address)
-        if len(starts) == 1:
-            subprocess.Popen([str(tmp_path / "gcs_server"), "60"])
-            raise Exception("The current node timed out during startup.")
-        return "up"
-
-    monkeypatch.setattr(connection, "_init", slow)
-    assert connection._init_local({}) == "up"
-    assert starts == ["local", "local"]
-    assert "gcs_server" not in [child.name() for child in psutil.Process().children()], "nothing watches a dead GCS"
 
 
 def test_a_cluster_that_does_not_answer_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    with pytest.raises(ConfigError, match=r"ray\.address=127\.0\.0\.1:1: no Ray cluster answers there"):
-        join_ray("127.0.0.1:1")
-    with pytest.raises(
-        ConfigError, match=r"ray\.address=10\.0\.0\.1:six: it is not host:port; give auto, host:port or"
-    ):
-        join_ray("10.0.0.1:six")
+    for address in ("127.0.0.1:1", "10.0.0.1:six"):
+        with pytest.raises(ConfigError, match=rf"ray\.address={address}: no Ray cluster answers there"):
+            join_ray(address)
     monkeypatch.setattr(connection, "_JOIN_S", 0.1)
     monkeypatch.setattr(ray, "init", lambda *_, **__: threading.Event().wait(5))
     with pytest.raises(ConfigError, match=r"ray\.address=auto: no Ray cluster answers there"):

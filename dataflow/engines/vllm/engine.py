@@ -25,7 +25,6 @@ from dataflow.engines.samples import seed_of
 from dataflow.engines.vllm.images import MODEL, image_input, register
 from dataflow.engines.vocabulary import undrawn
 from dataflow.errors import ConfigError, DataError, RunError
-from dataflow.system.children import safe_path
 from dataflow.system.loopback import ADDRESS, stay_on_loopback
 
 _ERROR = re.compile(r"(?<![\w.])[\w.]*+(?:(?<=Error)|(?<=Exception)): .+$", re.MULTILINE)
@@ -122,8 +121,7 @@ class VllmRollout(Rollout):
             os.environ[MODEL] = model  # for vLLM's processes
             register(self._config)
         try:
-            with safe_path():
-                self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as error:
             raise RunError(
                 f"rollout: vLLM does not start with model '{model}', kv_cache_bytes={kv_cache_bytes}, "

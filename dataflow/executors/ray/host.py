@@ -27,7 +27,6 @@ from dataflow.executors.ray.paths import SeesPaths, Where
 from dataflow.graph import Hosted
 from dataflow.system import clock
 from dataflow.system.address import family_of
-from dataflow.system.children import restore_path
 from dataflow.system.secrets import redact_logs
 from dataflow.usercode.failures import contained
 
@@ -63,7 +62,6 @@ class Host(SeesPaths):
             environment: variables to set before.
             gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
         """
-        restore_path()
         redact_logs()
         keep_lines()
         os.environ.update(environment)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, written
 from dataflow.system import clock
-from dataflow.system.children import safe_path
 from dataflow.system.extras import not_installed
 from dataflow.usercode.numeric import finite
 
@@ -197,7 +196,7 @@ def _open(
     ids = {name: os.environ.get(name) or known.get(name) or secrets.token_hex(8) for name in names}
     how = {"WANDB_RESUME": "allow", "SWANLAB_RESUME": "allow", "VERL_FILE_LOGGER_PATH": str(directory / _LOGGED)}
     try:
-        with _environment({**ids, **how}), safe_path():
+        with _environment({**ids, **how}):
             # verl's wandb backend always reads config["trainer"].
             tracking = Tracking(project, name, default_backend=list(backends), config={"trainer": {}, **config})
     # If a service refuses a key or cannot be reached, its package raises errors of its own.

@@ -21,7 +21,7 @@ from dataflow.engines.vllm.engine import VllmRollout
 from dataflow.errors import Aborted, ConfigError, DataError, RunError, ServiceLost
 from tests.engines.tiny_models import ENDS, greedy, load, log_probs, prompts, save_model
 from tests.rigs.listening import listeners
-from tests.rigs.processes import below, command, environment, left
+from tests.rigs.processes import below, command, left
 
 pytestmark = [pytest.mark.heavy, pytest.mark.vllm, pytest.mark.timeout(300)]
 if importlib.util.find_spec("vllm") is None:
@@ -284,10 +284,8 @@ def test_two_processes_draw_sync_and_end(paths: list[str], models: list[Any], ru
         for version, model in enumerate((models[2], models[1], models[0])):
             if version:
                 await other.sync({name: value.clone() for name, value in model.state_dict().items()}, version)
-            # All that vLLM starts stays on this machine, and imports nothing from the working directory.
+            # All that vLLM starts stays on this machine.
             assert not [each for each in set(listeners(me)) - listening if not each.loopback]
-            started = [p for p in set(below()) - others if "-c" in command(p)]
-            assert all("-P" in command(p) or environment(p).get("PYTHONSAFEPATH") for p in started if p.is_running())
             for sample in await drawn(other, batch, GREEDY):
                 assert sample.version == version
                 assert list(sample.tokens) == greedy(model, batch["prompt_ids"][sample.group], R)
