@@ -19,7 +19,7 @@ from typing import Any
 
 from _run import ROOT, begin, table
 
-from dataflow.timeline.page.page import page
+from dataflow.timeline.page import page
 
 sys.path.insert(0, str(ROOT / "tests" / "rigs"))
 import chromium

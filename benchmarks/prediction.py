@@ -20,12 +20,11 @@ from typing import Any
 
 from _run import begin, finish, start, table
 
-from dataflow.planning.backtest import backtest
 from dataflow.planning.config import PlanConfig
+from dataflow.planning.plan import make_plan
 from dataflow.planning.planner import predict
 from dataflow.planning.sources.trace import workload
 from dataflow.policy import PRESETS, preset
-from dataflow.timeline import perfetto
 
 BOUND = 0.05
 
@@ -41,14 +40,16 @@ def measure(runs: Path, first: int, keys: dict[str, Any], policies: tuple[str, .
     rows = []
     for row in predicted:
         wall = json.loads((runs / row.policy / "summary.json").read_text())["wall_s"]
-        lines, _trace = backtest(perfetto.read(runs / row.policy / "trace.json"), row.policy)
+        own = make_plan(str(runs / row.policy), [])
+        assert own.replay is not None
+        assert own.logged_step_s is not None
         rows.append(
             {
                 "policy": row.policy,
                 "wall_s": wall,
                 "predicted_s": row.total_s,
                 "error": row.total_s / wall - 1,
-                "model_error": lines[0].error,
+                "model_error": own.replay.step_s / own.logged_step_s - 1,
             }
         )
     return rows

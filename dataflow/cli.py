@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import dataflow
 from dataflow.commands.ending import act, one_line
-from dataflow.commands.trace import read_trace
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
 from dataflow.system.stopping import stopping
@@ -167,7 +166,6 @@ def make_parser() -> argparse.ArgumentParser:
     option = add("compare", _compare, text, "runs/a runs/b -o compare.html")
     option("runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py or a recipe, key=value ...")
     option("-o", dest="out", metavar="FILE.html|.png|.svg", help="draw them; .html to look around in")
-    option("--predicted", help="one RUN against its own prediction, stage by stage", **flag)
     option("--json", help="print the table as JSON", **flag)
 
     text = "Turns a launch of verl into this project's overrides; runs nothing."
@@ -356,11 +354,6 @@ def _compare(options: argparse.Namespace) -> int:
 
     files.check(options.out)
     runs = options.runs
-    if options.predicted:
-        from dataflow.planning.backtest import predicted
-
-        print(predicted(runs, read_trace, options.out, options.json))
-        return 0
     if runs[0].endswith(_FILES):
         from dataflow.commands.presets import run_all
 

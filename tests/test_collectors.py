@@ -21,7 +21,7 @@ from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
 from dataflow.testing import check_trace, grpo_pipeline
-from dataflow.timeline.causes.culprits import culprits
+from dataflow.timeline.causes import culprits
 from dataflow.timeline.spans import Trace
 from tests.rigs.costs import RandomCosts, SteadyCosts
 from tests.rigs.golden import check_golden

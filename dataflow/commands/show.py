@@ -49,7 +49,7 @@ def show(options: argparse.Namespace) -> int:
 
 def _seconds_of(run: str) -> dict[str, float]:
     """Returns how long the tasks of each stage took in one step of a run, together."""
-    from dataflow.timeline.causes.attribution import summary
+    from dataflow.timeline.causes import summary
     from dataflow.timeline.spans import Trace
 
     trace = read_trace(run)

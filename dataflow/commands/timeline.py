@@ -8,9 +8,7 @@ from pathlib import Path
 
 from dataflow.commands.trace import read_trace
 from dataflow.files import replaced
-from dataflow.timeline import files
-from dataflow.timeline.causes import attribution
-from dataflow.timeline.causes.culprits import worst_waits
+from dataflow.timeline import causes, files
 from dataflow.timeline.compare import facts_of
 from dataflow.timeline.text import gantt, idle_lines, profile_lines
 
@@ -29,7 +27,8 @@ def timeline(options: argparse.Namespace) -> int:
         name = str(trace.meta.get("policy", "run"))
         files.draw({name: trace}, options.out, files.title_of(options.run), {name: facts_of(options.run, options.out)})
     if options.json:
-        print(json.dumps({**attribution.summary(trace), "worst_waits": worst_waits(trace)}, indent=1))
+        worst = [each.as_dict() for each in causes.culprits(trace)[:5]]
+        print(json.dumps({**causes.summary(trace), "worst_waits": worst}, indent=1))
     else:
         print(options.out or text, end="\n" if options.out else "")
     return 0

@@ -107,8 +107,7 @@ class Plan:
         if self.replay is None:
             why = "its policy is unknown"
             if logged.policy == CHANGED:
-                again = f"dataflow compare {self.workload.source} --predicted follows the changes"
-                why = f"its policy changed during the run ({again})"
+                why = "its policy changed during the run"
             return f"{AS_LOGGED}: {figure(step_s)} s a step over {steps}, not replayed: {why}."
         off = self.replay.step_s / step_s - 1
         said = f"predicted {figure(self.replay.step_s)} s a step, logged {figure(step_s)} s, {off:+.1%}"

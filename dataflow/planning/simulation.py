@@ -14,7 +14,7 @@ from dataflow.planning.rewards import Rewards
 from dataflow.planning.workload import Workload
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.runner import Runner
-from dataflow.timeline.causes.attribution import pool_waits
+from dataflow.timeline.causes import pool_waits
 from dataflow.timeline.spans import POOLS, Trace, covered
 
 

@@ -1,7 +1,7 @@
 """The record of a run: its trace, metrics, evaluations and summary, in files that grow during the run.
 
 A run that resumes from a checkpoint continues the same files: what followed the checkpoint is cut off, and the time in
-between is a downtime of the trace (``meta["gaps"]``).
+which it was not running takes no place in the trace, whose ``meta["gaps"]`` says how long it was.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Record:
 
     def _traced_s(self) -> float:
         """Returns the seconds of the run's processes, as far as its trace shows the last one."""
-        begin = self.trace.downtimes[-1].end if self.trace.downtimes else 0.0
+        begin = self.trace.gaps[-1].at if self.trace.gaps else 0.0
         return float(self.trace.meta.get(_EARLIER, 0.0)) + max(0.0, self.trace.end - begin)
 
     def _load_rows(self, upto: int | None) -> None:
@@ -132,9 +132,10 @@ class Record:
             )
         dropped = max((s.end for s in old.spans if not stays(s.stage, s.step)), default=0.0)
         lost = f", and {dropped - end:.1f} s of work after it were lost" if dropped > end else ""
-        last = max((s.end for s in old.spans), default=0.0)
         meta = self.trace.meta
-        meta["gaps"] = [*meta.get("gaps", ()), [end, last, f"resumed from step {step}{lost}"]]
+        # An earlier gap may be in what is dropped now; how long this one is, is known when training begins again.
+        earlier = [[min(at, end), seconds, why] for at, seconds, why in meta.get("gaps", ())]
+        meta["gaps"] = [*earlier, [end, 0.0, f"resumed from step {step}{lost}"]]
         meta["resumed"] = [*meta.get("resumed", ()), step]
         for name in ("cut", "status"):
             meta.pop(name, None)
@@ -145,7 +146,7 @@ class Record:
         """Opens the files; those of a run that was cut replace the old ones when they are whole.
 
         Args:
-            meta: of the trace; its downtimes, its beginning and its checkpoints stay.
+            meta: of the trace; its gaps, its beginning and its checkpoints stay.
 
         Raises:
             ConfigError: a backend of the metrics cannot be opened.
@@ -179,14 +180,20 @@ class Record:
         trace.sink = writer.add
 
     def begin(self, now: float) -> float:
-        """Starts the clock of training, or continues it; returns second 0 of the trace, as unix time."""
+        """Starts the clock of training, or continues it after a gap.
+
+        Returns:
+            Second 0 of the trace, as unix time: later than the first one by the time in which the run was not running.
+        """
         meta = self.trace.meta
-        if "resumed" in meta:
-            meta["gaps"][-1][1] = max(meta["gaps"][-1][0], now - meta["started"])
-        else:
+        if "resumed" not in meta:
             meta["started"] = now
+            self.describe()
+            return now
+        *earlier, last = meta["gaps"]
+        last[1] = max(0.0, now - meta["started"] - last[0] - sum(seconds for _at, seconds, _why in earlier))
         self.describe()
-        return float(meta["started"])
+        return float(now - last[0])
 
     def describe(self, **facts: Any) -> None:
         """Adds facts to the trace's meta.

@@ -78,9 +78,9 @@ def summarise(
         total_s: seconds that the run's processes took.
         digest: of the weights.
     """
-    from dataflow.timeline.causes import attribution
+    from dataflow.timeline import causes
 
-    numbers = attribution.summary(trace)
+    numbers = causes.summary(trace)
     after = [evaluations[step] for step in sorted(evaluations) if step > 0]
     last = after[-LAST_EVALUATIONS:]
     mean = "accuracy" if accurate else "score"

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from dataflow.errors import DataError
 from dataflow.files import decoded
-from dataflow.timeline.causes.attribution import summary
+from dataflow.timeline.causes import summary
 from dataflow.timeline.spans import Trace
 
 Facts = Mapping[str, Mapping[str, Any]]

@@ -54,7 +54,7 @@ def draw(
 ) -> None:
     """Draws one run or several; the extension of ``out`` selects the kind, see :func:`check`."""
     if Path(out).suffix.lower() == ".html":
-        from dataflow.timeline.page.page import page
+        from dataflow.timeline.page import page
 
         page(traces, out, title, facts)
     else:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
-from dataflow.timeline.causes.attribution import exposed_waits, pool_waits, waits_after
-from dataflow.timeline.downtime import CUT, Axis
+from dataflow.timeline.causes import exposed_waits, pool_waits, waits_after
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 from dataflow.timeline.text import extent, named, tick
 
@@ -20,7 +19,7 @@ _BAND = "#F3C766"
 _HEIGHTS = dict.fromkeys(POOLS, 0.62)
 _BAND_HEIGHT = 0.5  # of a reward agent
 _THIN = 0.2
-_CUT = "#8A8A8A"
+_GAP = "#C00000"
 
 
 def draw(traces: Mapping[str, Trace] | Trace, path: str | os.PathLike[str]) -> None:
@@ -37,7 +36,7 @@ def draw(traces: Mapping[str, Trace] | Trace, path: str | os.PathLike[str]) -> N
 
     panels = [_Panel(name, trace) for name, trace in named(traces, f"picture {path}").items()]
     colour = colours(*looks(p.trace for p in panels))
-    longest = max(p.time.length for p in panels) or 1.0
+    longest = max(p.end - p.begin for p in panels) or 1.0
     handles = _handles(panels, colour)
     columns = columns_that_fit([h.get_label() for h in handles], WIDTH * 0.915)
     top, gap, bottom = 0.4, 0.5, 0.75 + 0.2 * -(-len(handles) // columns)
@@ -52,20 +51,10 @@ def draw(traces: Mapping[str, Trace] | Trace, path: str | os.PathLike[str]) -> N
         at -= panel.height + gap
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False)
-    cut = f"; {CUT}" if any(p.time.downtimes for p in panels) else ""
-    axes[-1].set_xlabel(f"seconds from the first task{cut}", color=INK, fontsize=10)
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0.07, 0.08 / total),
-        ncols=columns,
-        fontsize=9.5,
-        frameon=False,
-        labelcolor=INK,
-        handlelength=1.4,
-        columnspacing=1.4,
-        borderaxespad=0,
-    )
+    axes[-1].set_xlabel("seconds from the first task", color=INK, fontsize=10)
+    look = {"fontsize": 9.5, "frameon": False, "labelcolor": INK, "handlelength": 1.4, "columnspacing": 1.4}
+    place = (0.07, 0.08 / total)
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=columns, borderaxespad=0, **look)
     save(figure, Path(path), Path(path).suffix.lower().lstrip("."))
 
 
@@ -74,7 +63,7 @@ class _Panel:
 
     def __init__(self, name: str, trace: Trace) -> None:
         self.name, self.trace = name, trace
-        self.time = Axis(trace.downtimes, *extent(trace))
+        self.begin, self.end = extent(trace)
         of: dict[str, list[Mark]] = {}
         for mark in trace.marks:
             of.setdefault(mark.resource, []).append(mark)
@@ -110,7 +99,7 @@ class _Panel:
                 self._lane(axis, lane, at - (i + 1) * tall, tall, colour, pixels)
             if resource in POOLS:
                 waits = [*exposed_waits(self.trace, resource), *waits_after(self.trace, resource)]
-                axis.broken_barh([(self.time.at(w.begin), w.seconds) for w in waits], (below, height), **HATCHED)
+                axis.broken_barh([(w.begin - self.begin, w.seconds) for w in waits], (below, height), **HATCHED)
             middles.append(below + height / 2)
             names.append(resource)
             at = below - 0.07
@@ -123,10 +112,9 @@ class _Panel:
         axis.set_axisbelow(True)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
-        axis.axvline(self.time.at(self.trace.window[1]), color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
-        for down in self.time.downtimes:
-            for line, colour_of in ((9.0, _CUT), (7.5, "white")):  # a band of a fixed width over the cut
-                axis.axvline(self.time.at(down.begin), color=colour_of, linewidth=line, solid_capstyle="butt", zorder=4)
+        axis.axvline(self.trace.window[1] - self.begin, color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
+        for gap in self.trace.gaps:
+            axis.axvline(gap.at - self.begin, color=_GAP, linewidth=3, zorder=4)
         self._title(axis, reference)
 
     def _title(self, axis: Axes, reference: _Panel) -> None:
@@ -141,31 +129,25 @@ class _Panel:
             facts += f",  {busy},  exposed wait {sum(pool_waits(self.trace).values()):.1f} s"
         if (status := self.trace.meta.get("status", "finished")) != "finished":
             facts += f",  {status}"
-        for down in self.time.downtimes:
-            facts += f",  {down.words}"
+        for gap in self.trace.gaps:
+            facts += f",  {gap.words}"
         axis.annotate(facts, xy=(1, 0), xycoords=name, xytext=(8, 0), textcoords="offset points", va="bottom",
                       fontsize=11, color=INK)  # fmt: skip
 
     def _lane(
-        self,
-        axis: Axes,
-        lane: Sequence[Span],
-        below: float,
-        height: float,
-        colour: Mapping[str, str],
-        pixels: float,
+        self, axis: Axes, lane: Sequence[Span], below: float, height: float, colour: Mapping[str, str], pixels: float
     ) -> None:
         bars: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for span in lane:
             # Keep very short tasks visible: at least a pixel wide, and without an edge, which would hide the colour.
-            wide = max(self.time.at(span.end) - self.time.at(span.begin), 1.2 / pixels)
-            bars.setdefault((span.stage, wide * pixels >= 4), []).append((self.time.at(span.begin), wide))
+            wide = max(span.end - span.begin, 1.2 / pixels)
+            bars.setdefault((span.stage, wide * pixels >= 4), []).append((span.begin - self.begin, wide))
         for (stage, edge), places in bars.items():
             line = 0.7 if edge else 0.0
             look: dict[str, Any] = {"facecolor": colour[stage], "edgecolor": "white", "linewidth": line}
             axis.broken_barh(places, (below, height), **look)
         for span in lane:
-            begin, end = self.time.at(span.begin), self.time.at(span.end)
+            begin, end = span.begin - self.begin, span.end - self.begin
             for size in (9.0, 8.0, 7.0):
                 # Digits are 0.64 of the font size wide, a point half of that.
                 room = size * (0.64 * len(span.label) - 0.32 * span.label.count(".")) + 2
@@ -180,11 +162,11 @@ class _Panel:
         levels = self.levels[agent]
         most = max((level for _, level in levels), default=1)
         room = height * (0.62 if own_lanes else 1.0)
-        times = [self.time.at(time) for time, _ in levels]
+        times = [time - self.begin for time, _ in levels]
         tops = [below + level / most * room for _, level in levels]
         axis.fill_between(times, below, tops, step="post", color=_BAND, linewidth=0)
         collects = self.trace.with_role("collects")
-        ends = [self.time.at(s.end) for s in self.trace.spans if s.stage in collects and s.resource == agent]
+        ends = [s.end - self.begin for s in self.trace.spans if s.stage in collects and s.resource == agent]
         axis.vlines(ends, below, below + room, color=COLOURS["requests"][0], linewidth=1.3)
 
 
@@ -202,6 +184,6 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
         stroke.set_label("rewards of a part complete")
         handles.append(stroke)
     handles.append(Line2D([], [], color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="end of training"))
-    if any(p.time.downtimes for p in panels):
-        handles.append(Patch(facecolor="white", edgecolor=_CUT, linewidth=1.2, label="not running"))
+    if any(p.trace.gaps for p in panels):
+        handles.append(Line2D([], [], color=_GAP, linewidth=3, label="killed and resumed"))
     return handles

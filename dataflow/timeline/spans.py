@@ -1,6 +1,7 @@
 """Spans, marks and the trace they form. Pure: reads no clock; times are seconds from the run's first task.
 
-Everything that shows or analyses a run (attribution, Perfetto, text, picture, planner) starts from a Trace.
+Everything that shows or analyses a run (causes, Perfetto, text, picture, planner) starts from a Trace. The time between
+a kill and the resume takes no place in it: the tasks after the resume follow those before the kill.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from dataflow.drawing.duration import seconds as duration
 from dataflow.graph import TaskId
-from dataflow.timeline.downtime import Downtime, downtimes
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,29 @@ POOLS = ("gpu", "rollout", "train")
 """Resources that are GPUs: ``gpu`` of a colocated run, the others of a disaggregated one."""
 
 
+class Gap(NamedTuple):
+    """Where a run was killed and resumed.
+
+    Attributes:
+        at: seconds from the run's first task, without the time in which it was not running.
+        seconds: in which it was not running, the work that was lost included.
+        why: how it resumed, in words.
+    """
+
+    at: float
+    seconds: float
+    why: str
+
+    @property
+    def words(self) -> str:
+        """A description for people.
+
+        >>> Gap(40, 11520, "resumed from step 12").words
+        'not running 3 h 12 min, resumed from step 12'
+        """
+        return f"not running {duration(self.seconds)}, {self.why}"
+
+
 @dataclass
 class Trace:
     """All spans of a run.
@@ -122,7 +146,7 @@ class Trace:
         meta: ``policy``, ``steps``, ``seed``, ``status`` ("running", "finished", "interrupted", "failed", or "cut off"
             for a file without its end, where ``cut`` describes what is missing), ``resources`` {name: slots, None for
             any number}, ``started`` (unix time of second 0); of a run that was resumed, ``gaps``
-            [[begin, end, why], ...] in seconds and ``resumed`` [step of the checkpoint, ...].
+            [[at, seconds, why], ...] (:class:`Gap`) and ``resumed`` [step of the checkpoint, ...].
         sink: called with all items after they are added, for example to write them to a file.
     """
 
@@ -153,28 +177,19 @@ class Trace:
 
     @property
     def wall(self) -> float:
-        """Seconds of :attr:`window` in which the run was running."""
-        return self.running_s(*self.window)
+        """Seconds of :attr:`window`."""
+        begin, end = self.window
+        return end - begin
 
     @property
-    def downtimes(self) -> tuple[Downtime, ...]:
-        """The times between a kill and the resume, in which the run was not running; in order, without overlap."""
-        return downtimes(self.meta)
+    def gaps(self) -> list[Gap]:
+        """Where the run was killed and resumed, in order."""
+        return [Gap(*each) for each in self.meta.get("gaps") or ()]
 
     @property
     def resumed(self) -> list[int]:
         """Steps of the checkpoints from which the run resumed."""
         return list(self.meta.get("resumed") or ())
-
-    def running_s(self, begin: float, end: float) -> float:
-        """Returns the seconds of ``begin..end`` in which the run was running."""
-        return end - begin - covered([(down.begin, down.end) for down in self.downtimes], begin, end)
-
-    def stretches(self, begin: float, end: float) -> list[tuple[float, float]]:
-        """Returns the parts of ``begin..end`` in which the run was running; the whole if there is no downtime in it."""
-        cuts = [down for down in self.downtimes if down.within(begin, end)]
-        starts, ends = [begin, *(down.end for down in cuts)], [*(down.begin for down in cuts), end]
-        return [(a, b) for a, b in zip(starts, ends, strict=True) if a < b or not cuts]
 
     @property
     def resources(self) -> list[str]:
@@ -213,7 +228,7 @@ class Trace:
         if not (whole := self.whole_steps) or self.meta.get("status", "finished") not in UNFINISHED:
             return self.wall, int(self.meta.get("steps") or max((s.step for s in self.spans), default=0))
         end = max(s.end for s in self.spans if not s.optional and s.step <= whole[-1])
-        return self.running_s(self.window[0], end), len(whole)
+        return end - self.window[0], len(whole)
 
     @property
     def declared(self) -> list[dict[str, Any]]:
@@ -254,9 +269,8 @@ class Trace:
         return sorted(chosen, key=lambda s: (s.begin, s.end, s.step, s.stage, s.part))
 
     def busy(self, resource: str) -> float:
-        """Returns the seconds of :attr:`window`, downtimes left out, in which at least one task was on the resource."""
-        on = [(s.begin, s.end) for s in self.spans if s.resource == resource]
-        return sum(covered(on, *stretch) for stretch in self.stretches(*self.window))
+        """Returns the seconds of :attr:`window` in which at least one task was on the resource."""
+        return covered(((s.begin, s.end) for s in self.spans if s.resource == resource), *self.window)
 
 
 def looks(traces: Iterable[Trace]) -> tuple[list[str], dict[str, str]]:

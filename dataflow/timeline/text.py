@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError, counted
-from dataflow.timeline.causes.attribution import exposed_waits, summary, waits_after
-from dataflow.timeline.causes.culprits import Culprit, culprits
-from dataflow.timeline.downtime import Axis
+from dataflow.timeline.causes import Culprit, culprits, exposed_waits, summary, waits_after
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
 
 LETTERS = {
@@ -26,7 +24,7 @@ LETTERS = {
 
 _SPARE = "BDEHJKMNPTWXYZabcdefghijkmnpqrstuwxyz"  # O, I, o and l look like digits
 _BARS = "▁▂▃▄▅▆▇█"
-_DOWN = "/"
+_GAP = "/"
 
 
 def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
@@ -79,8 +77,7 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
     Returns:
         A title, a row for each lane of each resource, a row of rewards in flight for each agent, a time axis in seconds
         and a legend. A task is drawn as its letter, its step (and
-        part) if they fit, then "="; the GPU's waits as "~". The axis counts the time in which the run was running;
-        "///" marks where a downtime is cut out.
+        part) if they fit, then "="; the GPU's waits as "~". "/" marks where the run was killed and resumed.
     """
     if not trace.spans:
         return f"{title(trace)}\n(no task ran)\n"
@@ -95,19 +92,24 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
     begin, end = extent(trace, steps)
     shown = {name: [s for s in trace.on(name) if s.end >= begin and s.begin <= end] for name in trace.resources}
     bars = [(name if i == 0 else "", lane) for name, on in shown.items() for i, lane in enumerate(lanes(on))]
-    flights = _flights_of(trace, begin, end)
+    near = [mark for mark in trace.marks if mark.begin < mark.end and mark.end > begin and mark.begin < end]
+    agents = [name for name in trace.resources if any(mark.resource == name for mark in near)]
+    flights = {
+        f"{agent} in flight" if len(agents) > 1 else "in flight": in_flight(m for m in near if m.resource == agent)
+        for agent in agents
+    }
     columns = max(10, width - max(len(name) for name in [*(name for name, _ in bars), *flights]) - 2)
-    axis = _cut(trace, begin, end, columns)
-    scale = columns / axis.length if axis.length > 0 else 0.0
+    scale = columns / (end - begin) if end > begin else 0.0
 
     def column(time: float) -> int:
-        return min(columns, max(0, round(axis.at(time) * scale)))
+        return min(columns, max(0, round((time - begin) * scale)))
 
-    def broken(row: str) -> str:
-        cells = list(row.ljust(columns))
-        for down in axis.downtimes:
-            a, b = column(down.begin), column(down.end)
-            cells[a:b] = _DOWN * (b - a)
+    gaps = [gap for gap in trace.gaps if begin < gap.at < end]
+
+    def marked(row: Sequence[str]) -> str:
+        cells = list("".join(row).ljust(columns))
+        for gap in gaps:
+            cells[min(columns - 1, column(gap.at))] = _GAP
         return "".join(cells).rstrip()
 
     letter = letters(*looks([trace]))
@@ -125,37 +127,21 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
             a = min(column(span.begin), columns - 1)
             if column(span.end) <= a and cells[a] == " ":
                 cells[a] = letter[span.stage]
-        drawn.append((name, broken("".join(cells))))
-    for name, (_, levels) in flights.items():
-        drawn.append((name, broken(_flights(levels, end, columns, lambda time: axis.at(time) * scale))))
+        drawn.append((name, marked(cells)))
+    for name, levels in flights.items():
+        most, highest = max(level for _, level in levels), [0] * columns
+        for (time, level), (until, _) in zip(levels, [*levels[1:], (end, 0)], strict=True):
+            a, b = max(0, math.floor((time - begin) * scale)), min(columns, math.ceil((until - begin) * scale))
+            highest[a:b] = [max(level, other) for other in highest[a:b]]
+        # In eighths of the run's maximum.
+        drawn.append((name, marked([_BARS[math.ceil(n / most * len(_BARS)) - 1] if n else " " for n in highest])))
     ran = {span.stage for on in shown.values() for span in on}
     legend = [f"{letter[s]} {s}" for s in trace.stages if s in ran] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
-    legend += [f"█ {max(level for _, level in levels)} {what}" for what, levels in flights.values()]
-    if axis.downtimes:
-        sign = _DOWN * max(1, column(axis.downtimes[0].end) - column(axis.downtimes[0].begin))
-        legend += [f"{sign} {down.words}" for down in axis.downtimes] + ["(cut out of the axis)"]
-    return Chart(drawn, broken(_axis(axis, columns)), legend, letter)
-
-
-def _flights_of(trace: Trace, begin: float, end: float) -> dict[str, tuple[str, list[tuple[float, int]]]]:
-    """Returns row -> (what is in flight, for the legend, and how many when), for each agent."""
-    near = [mark for mark in trace.marks if mark.begin < mark.end and mark.end > begin and mark.begin < end]
-    agents = [name for name in trace.resources if any(mark.resource == name for mark in near)]
-    rows: dict[str, tuple[str, list[tuple[float, int]]]] = {}
-    for agent in agents:
-        name, of = (f"{agent} in flight", f" of {agent}") if len(agents) > 1 else ("in flight", "")
-        rows[name] = f"rewards{of} in flight", in_flight(mark for mark in near if mark.resource == agent)
-    return rows
-
-
-def _cut(trace: Trace, begin: float, end: float, columns: int) -> Axis:
-    """Returns an axis on which each downtime takes three columns, or one if there are too many downtimes."""
-    axis = Axis(trace.downtimes, begin, end)
-    for each in (3, 1):
-        left = columns - each * len(axis.downtimes)
-        if axis.downtimes and left >= columns / 2:
-            return Axis(trace.downtimes, begin, end, each * axis.running / left)
-    return axis
+    for agent, levels in zip(agents, flights.values(), strict=True):
+        of = f" of {agent}" if len(agents) > 1 else ""
+        legend.append(f"█ {max(level for _, level in levels)} rewards{of} in flight")
+    legend += [f"{_GAP} {gap.words}" for gap in gaps]
+    return Chart(drawn, marked([_axis(end - begin, columns)]), legend, letter)
 
 
 def title(trace: Trace) -> str:
@@ -189,16 +175,15 @@ def idle_lines(trace: Trace) -> list[str]:
     """Returns a sentence for each GPU pool: how long it idled, by cause, and the longest wait of each cause.
 
     The causes are in descending order of their times, which sum to the idle time except for rounding. If tasks ran on
-    after training (a late validation), a sentence states for how long; each downtime of a resumed run has
-    a sentence, too.
+    after training (a late validation), a sentence states for how long; each gap of a resumed run has one, too.
     """
     lines = [_idle_line(trace, pool) for pool in trace.pools]
-    if (after := trace.running_s(trace.window[1], trace.end)) >= 0.005:
+    if (after := trace.end - trace.window[1]) >= 0.005:
         last = max(trace.spans, key=lambda s: s.end)
         idle = {pool: sum(w.seconds for w in waits_after(trace, pool)) for pool in trace.pools}
         idle_parts = [f"{_pool(pool)} idle {_s(seconds)} s" for pool, seconds in idle.items() if seconds >= 0.005]
         lines.append(", ".join([f"after training {_s(after)} s until {last.task} ended", *idle_parts]))
-    return [*lines, *(f"{down.length}: {down.why}" if down.why else down.words for down in trace.downtimes)]
+    return [*lines, *(gap.words for gap in trace.gaps)]
 
 
 def profile_lines(trace: Trace) -> list[str]:
@@ -304,23 +289,10 @@ def _bar(letter: str, span: Span, room: int) -> str:
     return text.ljust(room, "=")
 
 
-def _flights(levels: Sequence[tuple[float, int]], end: float, columns: int, place: Callable[[float], float]) -> str:
-    """Draws the maximum of requests in flight in each column, as bars in eighths of the run's maximum."""
-    most = max(level for _, level in levels)
-    cells = [0] * columns
-    for (time, level), (until, _) in zip(levels, [*levels[1:], (end, 0)], strict=True):
-        a = max(0, math.floor(place(time)))
-        b = min(columns, math.ceil(place(until)))
-        for i in range(a, b):
-            cells[i] = max(cells[i], level)
-    return "".join(_BARS[math.ceil(level / most * len(_BARS)) - 1] if level else " " for level in cells)
-
-
-def _axis(axis: Axis, columns: int) -> str:
-    size = tick(axis.running, columns // 10)
-    text = ""
-    for i in range(int(axis.running / size + 1e-9) + 1):
-        at = round(axis.after(i * size) / axis.length * columns) if axis.length > 0 else 0
+def _axis(seconds: float, columns: int) -> str:
+    size, text = tick(seconds, columns // 10), ""
+    for i in range(int(seconds / size + 1e-9) + 1):
+        at = round(i * size / seconds * columns) if seconds > 0 else 0
         word = f"|{i * size:g}" + (" s" if i == 0 else "")
         if at + len(word) <= columns:
             text = text.ljust(at) + word

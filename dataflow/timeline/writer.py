@@ -1,7 +1,7 @@
 """Writes the trace's file during the run: Trace Event JSON, one event per line, flushed after each task.
 
 It uses the array form of the format, whose end may be missing, so Perfetto and Chrome open the file of a killed process
-as well. What depends on the whole trace (downtimes, waits, requests in flight) is written when the file is
+as well. What depends on the whole trace (gaps, waits, requests in flight) is written when the file is
 closed; :func:`dataflow.timeline.perfetto.read` skips it.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from dataflow.errors import RunError
 from dataflow.files import cannot_write
 from dataflow.timeline.agents import cause_of
-from dataflow.timeline.causes.attribution import exposed_waits, waits_after
+from dataflow.timeline.causes import exposed_waits, waits_after
 from dataflow.timeline.spans import Level, Mark, Span, Trace, in_flight
 
 FORMAT = "dataflow"
@@ -140,11 +140,8 @@ class TraceWriter:
         self._lines.append(f'{{"ph":"e",{about},"ts":{max(ts, _ticks(mark.end))}}}')
 
     def _derived(self, trace: Trace) -> Iterator[dict[str, Any]]:
-        if trace.downtimes:
-            tid = self._open("not running", 0)  # above all resources
-            for down in trace.downtimes:
-                args = {"resumed": down.step, "why": down.why}
-                yield _event("X", "gap", down.words, *_slice(down.begin, down.end), tid=tid, args=args)
+        for gap in trace.gaps:
+            yield _event("i", "gap", gap.words, _ticks(gap.at), s="g")  # a line across all tracks
         for pool in trace.pools:
             if waits := [*exposed_waits(trace, pool), *waits_after(trace, pool)]:
                 # Right below the pool's own track.

@@ -53,7 +53,7 @@ OTHERS = {
     ("docs/rewards.md", "-- why requests"): "SQL: test_docs_rewards.py",
     ("docs/rollout.md", "VLLM_SERVER_DEV_MODE"): "starts a server: tests/engines/http/test_vllm_server.py",
     ("docs/timeline.md", "GPU pool idle"): "output of the trace of the README, compared below",
-    ("docs/timeline.md", "gpu     R1===="): "output, shortened: tests/timeline/test_downtime.py",
+    ("docs/timeline.md", "gpu     R1===="): "output, shortened: tests/timeline/test_gaps.py",
     ("docs/timeline.md", "profiled (the files"): "output, shortened: tests/timeline/test_text.py",
     ("docs/tools.md", "prompt | <tool_call>"): "a picture of a mask",
     ("docs/tools.md", "[ToolCall("): "output: test_docs_tools.py",

@@ -17,7 +17,7 @@ from dataflow.planning.simulation import Outcome, Outcomes, simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.testing import check_trace
-from dataflow.timeline.causes import attribution
+from dataflow.timeline import causes
 
 # Seconds a step.
 ROLLOUT, LOG_PROB, UPDATE, SYNC = 10.0, 5.0, 8.0, 1.0
@@ -182,7 +182,7 @@ def test_any_workload_under_any_policy(data: st.DataObject) -> None:
     found = outcomes.of(workload, policy)
     assert found.busy_s + sum(found.waits_s.values()) == pytest.approx(found.total_s)
     if not found.begin:
-        numbers = attribution.summary(trace)
+        numbers = causes.summary(trace)
         assert (numbers["wall_s"], numbers["gpu_busy_s"]) == pytest.approx((found.end, found.busy_s))
 
 

@@ -21,9 +21,7 @@ from dataflow.running.reporting.progress import picture
 from dataflow.running.reporting.timings import step_metrics
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
-from dataflow.timeline.causes.attribution import exposed_waits, summary
-from dataflow.timeline.causes.critical import critical_path
-from dataflow.timeline.causes.culprits import culprits
+from dataflow.timeline.causes import critical_path, culprits, exposed_waits, summary
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import gantt

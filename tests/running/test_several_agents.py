@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dataflow.timeline.page.chart import chart
 
 from dataflow.api.run import Run, run
 from dataflow.batch import Batch
@@ -26,9 +27,7 @@ from dataflow.running.resume import check_changes
 from dataflow.stages.combine import combine_stage
 from dataflow.stages.reward import agent_stages
 from dataflow.timeline.agents import agents_of
-from dataflow.timeline.causes.attribution import pool_waits
-from dataflow.timeline.causes.culprits import culprits
-from dataflow.timeline.page.chart import chart
+from dataflow.timeline.causes import culprits, pool_waits
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import gantt
 

@@ -106,7 +106,6 @@ def test_what_cannot_be_written_is_said_before_anything_is_run(
     assert "give a name in .html, .png, .svg, .txt." in refused(capsys, "timeline", runs[0], "-o", pdf)
     assert "there is no directory" in refused(capsys, "timeline", runs[0], "-o", nowhere)
     assert "give a name in .html, .png, .svg." in refused(capsys, "compare", *runs, "-o", pdf)
-    assert "no such kind" in refused(capsys, "compare", runs[0], "--predicted", "-o", pdf)
     assert "no such kind" in refused(capsys, "compare", PIPELINE, f"runs={tmp_path / 'new'}", "-o", pdf)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -64,7 +64,7 @@ def test_in_flight_starts_and_ends_at_none(given: list[tuple[float, float]]) -> 
 
 def test_the_timeline_loads_nothing_heavy() -> None:
     code = (
-        "import sys, dataflow.timeline.causes.attribution, dataflow.timeline.perfetto, dataflow.timeline.text,"
+        "import sys, dataflow.timeline.causes, dataflow.timeline.perfetto, dataflow.timeline.text,"
         " dataflow.timeline.picture, dataflow.running.reporting.timings;"
         "print([m for m in ('torch', 'ray', 'verl', 'matplotlib', 'numpy') if m in sys.modules])"
     )

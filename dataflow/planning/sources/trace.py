@@ -343,22 +343,18 @@ def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
 def _dispatch(trace: Trace) -> dict[str, float]:
     """Returns stage -> mean seconds from when its tasks could begin to when they did.
 
-    The first step is left out unless it is a stage's only one: its tasks wait for the imports of libraries. A wait with
-    a downtime in it is left out: tasks whose work was lost ran in it as well.
+    The first step is left out unless it is a stage's only one: its tasks wait for the imports of libraries.
     """
     by_task = {s.task: s for s in trace.spans}
     delays: dict[str, list[tuple[int, float]]] = {}
     first = min((s.step for s in trace.spans), default=0)
     before: dict[str, float] = {}
     slots = trace.meta.get("resources") or {}
-    downtimes = trace.downtimes
     for s in sorted(trace.spans, key=lambda s: (s.begin, s.end)):
         waited = by_task.get(s.waited_for)
         if waited is not None:
             busy = before.get(s.resource, 0.0) if slots.get(s.resource) == 1 else 0.0
-            ready = max(busy, waited.end)
-            if not any(down.within(ready, s.begin) for down in downtimes):
-                delays.setdefault(s.stage, []).append((s.step, max(0.0, s.begin - ready)))
+            delays.setdefault(s.stage, []).append((s.step, max(0.0, s.begin - max(busy, waited.end))))
         before[s.resource] = max(before.get(s.resource, 0.0), s.end)
     later = {stage: [delay for step, delay in of if step > first] for stage, of in delays.items()}
     return {stage: statistics.fmean(later[stage] or [delay for _step, delay in of]) for stage, of in delays.items()}

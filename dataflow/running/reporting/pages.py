@@ -9,7 +9,7 @@ from loguru import logger
 from dataflow.samples.page import run_page
 from dataflow.system.extras import not_installed
 from dataflow.timeline import files, perfetto
-from dataflow.timeline.causes.culprits import linked
+from dataflow.timeline.causes import linked
 from dataflow.timeline.compare import facts_of
 
 

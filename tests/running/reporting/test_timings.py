@@ -17,7 +17,7 @@ from dataflow.planning.rewards import Validation
 from dataflow.planning.workload import grpo
 from dataflow.running.reporting.timings import step_metrics, throughput
 from dataflow.stages.advantage import advantage
-from dataflow.timeline.causes.attribution import exposed_waits
+from dataflow.timeline.causes import exposed_waits
 from dataflow.timeline.spans import Span, Trace
 
 P, R, GROUPS, N = 6, 5, 4, 3

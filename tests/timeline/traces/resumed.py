@@ -24,8 +24,7 @@ def resumed(hours: float = 3.2, killed: bool = True) -> Trace:
     at = 0.0
     for step in range(1, 4):
         if step == 3 and killed:
-            trace.meta |= {"gaps": [[at, at + hours * 3600, WHY]], "resumed": [2]}
-            at += hours * 3600
+            trace.meta |= {"gaps": [[at, hours * 3600, WHY]], "resumed": [2]}
         trace.add(
             Span("rollout", step, 0, 1, "gpu", at, at + 4, {}, f"sync_weights[{step - 1}]" if step > 1 else ""),
             Span("reward_collect", step, 0, 1, "reward", at + 4, at + 8, {}, f"rollout[{step}]"),

@@ -14,6 +14,7 @@ REQUIRED = {
     "b": {"name", "cat", "pid", "tid", "ts", "id", "args"},
     "e": {"name", "cat", "pid", "tid", "ts", "id"},
     "C": {"name", "pid", "ts", "args"},
+    "i": {"name", "cat", "pid", "ts", "s"},
 }
 """Phases that are written, and the fields that each must have."""
 

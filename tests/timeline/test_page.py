@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from dataflow.timeline.causes.culprits import last_requests, linked
-from dataflow.timeline.page.chart import chart, versions
-from dataflow.timeline.page.page import page
-from dataflow.timeline.spans import Mark, Span, Trace
+from dataflow.timeline.causes import linked
+from dataflow.timeline.page import chart, page
+from dataflow.timeline.spans import Span, Trace
 from tests.rigs.made_up import made_up
-from tests.timeline.causes.test_culprits import two_parts
+from tests.timeline.test_causes import two_parts
 
 EVIL = "<script>alert('x')</script>"
 
@@ -70,9 +69,9 @@ def test_slow_groups_link_to_their_text(tmp_path: Path) -> None:
     address = 'samples.html?a="b'
     found = written(tmp_path, trace, facts={"both": {"samples": address}})
     assert found.loads
-    drawn = {request["address"] for request in found.data["requests"]}
-    places = {f"{address}#step-{step}-group-{group}" for step, group in linked(trace)}
-    assert set(found.loads) <= drawn <= places
+    drawn = {wait["address"] for wait in found.data["waits"] if wait["address"]}
+    assert set(found.loads) <= drawn
+    assert drawn == {f"{address}#step-{step}-group-{group}" for step, group in linked(trace)}
 
 
 def test_names_from_a_trace_are_shown_and_never_run(tmp_path: Path) -> None:
@@ -114,49 +113,19 @@ def test_a_run_that_did_not_finish_says_so(tmp_path: Path, meta: dict[str, Any],
 # --- what is drawn ------------------------------------------------------------------------------------------------
 
 
-def test_gaps_and_requests_say_who_they_were_for() -> None:
+def test_waits_say_who_they_were_for() -> None:
     drawn = chart({"run": two_parts()}, {})
     wait = drawn["waits"][0]
     assert (wait["x"], wait["cause"], wait["task"]) == ([6, 11], "rewards", "actor_update[1.2]")
     assert "came last\tstep 1, group 5, 3 tries, throttled 2 times, queued 1.2 s" in wait["tip"]
     assert {"rewards"} == set(drawn["causes"])
-    requests = [(r["x"], r["to"][0], r["task"]) for r in drawn["requests"]]
-    assert requests == [([1, 4], 4, "actor_update[1.1]"), ([1, 11], 11, "actor_update[1.2]")]
-
-
-def test_the_last_request_is_led_to_its_update_even_if_nobody_waited() -> None:
-    trace = Trace(meta={"resources": {"gpu": 1, "reward": None}})
-    trace.add(
-        Span("rollout", 1, 0, 1, "gpu", 0, 8),
-        Span("reward_collect", 1, 0, 1, "reward", 1, 3, {}, "rollout[1]"),
-        Span("actor_update", 1, 0, 2, "gpu", 8, 9, {}, "rollout[1]"),
-        Span("actor_update", 1, 1, 2, "gpu", 9, 10, {}, "actor_update[1.1]"),
-        Mark("reward", "reward", 1, 2, {"step": 1, "group": 0}),
-        Mark("reward", "reward", 1, 3, {"step": 1, "group": 1}),
-        Mark("reward", "reward", 1, 30, {"step": 1, "group": 1, "validation": True}),
-    )
-    (request,) = chart({"run": trace}, {})["requests"]
-    assert (request["x"][1], request["task"], request["to"][0]) == (3, "actor_update[1.1]", 8)
-    assert list(last_requests(trace.marks)) == [(1, -1)]
 
 
 def test_facts_of_a_task() -> None:
     bars = chart({"run": made_up(4)}, {})["bars"]
     update = next(bar["tip"] for bar in bars if bar["task"] == "actor_update[3.1]")
-    assert "\nweights version\t1\nstaleness\t1\nwaited for\tadvantage[3.1]" in update
+    assert "\nwaited for\tadvantage[3.1]" in update
     own = Span("mine", 1, 0, 1, "io", 0, 1, {"note": "two\nlines", "long": "x" * 500, "score": 0.123456789})
     *_, note, long, score = chart({"run": Trace([own])}, {})["bars"][0]["tip"].split("\n")
     assert (note, score) == ("note\ttwo lines", "score\t0.123457")
     assert len(long) < 100
-
-
-def test_staleness_is_of_the_samples_an_update_trains_on() -> None:
-    trace = Trace()
-    trace.add(
-        Span("rollout", 3, 0, 1, "gpu", 0, 1, {"weights_version": 1}),
-        Span("actor_update", 3, 0, 1, "gpu", 1, 2),
-        Span("actor_update", 4, 0, 1, "gpu", 2, 3, {"staleness": 2}),
-        Span("val_rollout", 3, 0, 1, "gpu", 3, 4, {"weights_version": 0, "optional": True}),
-        Span("sync_weights", 3, 0, 1, "gpu", 4, 5, {"weights_version": 3}),
-    )
-    assert [stale for _, stale in versions(trace).values()] == [1, 1, 2, None, None]

@@ -1,1 +1,0 @@
-"""What the GPUs waited for. Pure."""
