@@ -145,7 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
     option = add("plan", _plan, text, "runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png")
     text = "a run's directory, a verl log (console, jsonl, CSV, TensorBoard), a .yaml"
     option("source", nargs="?", metavar="SOURCE", help=text)
-    option("overrides", help="what SOURCE does not hold, --keys lists them; or further sources, to compare", **keys)
+    option("overrides", help="what SOURCE does not hold, and what to change; --keys lists them", **keys)
     option("-o", dest="out", metavar="FILE.png|.svg|.html", help="draw it")
     option("--keys", help="list every key with its default, and stop", **flag)
     option("--json", help="print the plan as JSON", **flag)
@@ -311,27 +311,18 @@ def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dataflow.planning.picture import KINDS
-    from dataflow.planning.plan import beside, make_plan
+    from dataflow.planning.plan import make_plan
     from dataflow.system.extras import not_installed
     from dataflow.timeline import files
 
     files.check(options.out, kinds=KINDS)
     if options.out and (why := not_installed("matplotlib")) is not None:
         raise ConfigError(f"-o {options.out}: {why}")
-    keys = [text for text in options.overrides if "=" in text]
-    sources = [options.source, *(text for text in options.overrides if "=" not in text)]
-    if options.out and len(sources) > 1:
-        raise ConfigError(f"-o {options.out}: it shows one source, {len(sources)} are given; draw each by itself.")
     with Console(stderr=True).status("") as status:
-        plans = [make_plan(source, keys, status.update) for source in sources]
+        plan = make_plan(options.source, options.overrides, status.update)
     if options.out:
-        plans[0].save(options.out, f"predicted: {Path(options.source).name}")
-    if options.json:
-        print(json.dumps(plans[0].as_dict() if len(plans) == 1 else [each.as_dict() for each in plans], indent=1))
-        return 0
-    print("\n\n\n".join([*(each.text() for each in plans), *([beside(plans)] if len(plans) > 1 else [])]))
-    if options.out:
-        print(f"\n{'page' if options.out.lower().endswith('.html') else 'picture'}: {options.out}")
+        plan.save(options.out, f"predicted: {Path(options.source).name}")
+    print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.text() + files.written(options.out))
     return 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -10,7 +12,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from dataflow.config.base import PolicyConfig
 from dataflow.config.placement import Placement
 from dataflow.config.section import Section
-from dataflow.errors import ConfigError
+from dataflow.distribution import parse_distribution
+from dataflow.errors import ConfigError, nearest
+from dataflow.planning.rewards import Rewards
+from dataflow.planning.workload import Modelled
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
@@ -29,6 +34,13 @@ class AgentPlan(Section):
     """Requests a minute at most; null: the source's limit, if it had one."""
     agent: Literal["continuous", "per-step"] = "continuous"
     """continuous keeps every slot busy; per-step finishes one step's requests before it begins the next."""
+
+    def change(self, rewards: Rewards, key: str) -> Rewards:
+        """Returns a source's reward service with what the keys of this section, ``key``, change."""
+        if self.latency is not None:
+            rewards = replace(rewards, latency=parse_distribution(self.latency, f"{key}.latency"), steps={})
+        concurrency, rpm = self.concurrency or rewards.concurrency, self.rpm or rewards.rpm
+        return replace(rewards, concurrency=concurrency, rpm=rpm, agent=self.agent)
 
 
 class LogPlan(Section):
@@ -91,6 +103,28 @@ class PlanConfig(Section):
     validation: ValidationPlan = Field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = Field(default_factory=CheckpointPlan)
     log: LogPlan = Field(default_factory=LogPlan)
+
+    def times(self, stages: Collection[str], folder: Path | None = None) -> dict[str, Modelled]:
+        """Returns the time of each stage that a key gives; ``folder`` has the files that it names.
+
+        Raises:
+            ConfigError: there is no such stage, or a time is none.
+        """
+        for name in self.stages:
+            if name not in stages:
+                guess = nearest(name, stages) or f"; stages: {', '.join(stages)}."
+                raise ConfigError(f"stages.{name}: no stage that takes time of its own has that name{guess}")
+        given = self.stages.items()
+        return {name: Modelled(parse_distribution(text, f"stages.{name}", folder)) for name, text in given}
+
+    def refuse_log(self, source: str, why: str) -> None:
+        """Rejects what a log ran with where the source is none, or says it.
+
+        Raises:
+            ConfigError: it was given.
+        """
+        if given := sorted(self.log.model_fields_set):
+            raise ConfigError(f"log.{given[0]}: {source} {why}; reward.{given[0]} says what to plan.")
 
     def need(self, where: object, examples: Mapping[str, object], known: str = "", why: str = "") -> list[Any]:
         """Returns the values of keys that the source does not contain.

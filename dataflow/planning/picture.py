@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from html import escape
@@ -22,23 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = (".png", ".svg", ".html")
-# Okabe and Ito's colours; further policies have those of stages.
-_POLICIES = {
-    "baseline": "#D55E00",
-    "mini-batch": "#E69F00",
-    "off-policy": "#56B4E9",
-    "both": "#0072B2",
-    "both+stream": "#009E73",
-}
 _GPU = "#5F7A8A"
 _DASHED = (0, (3, 2))
 _SEEN = 0.004
 """Share of the longest bar; less is too small to see."""
-_KNOBS = {
-    "reward.concurrency": "reward requests in flight at most",
-    "reward.rpm": "reward requests a minute at most",
-    "mini_batches": "mini-batches (optimizer steps) a step",
-}
 
 
 def draw_plan(
@@ -80,20 +66,14 @@ def draw_plan(
 def _figure(rows: Sequence[Prediction], sweeps: Sequence[Sweep], title: str) -> Figure:
     from matplotlib.figure import Figure
 
-    across = min(3, len(sweeps)) or 1
-    down = -(-len(sweeps) // across)
-    bars, panel = 1.3 + 0.4 * len(rows), 3.9  # inches
-    figure = Figure(figsize=(WIDTH, bars + panel * down + 0.4 * bool(title)), facecolor="white", layout="constrained")
-    top, *below = figure.subfigures(
-        1 + (down > 0), 1, height_ratios=[bars, *([panel * down] * (down > 0))], squeeze=False
-    )[:, 0]
+    heights = [1.3 + 0.4 * len(rows), *([3.9] if sweeps else [])]  # inches
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.4 * bool(title)), facecolor="white", layout="constrained")
+    top, *below = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_bars(top.subplots(), rows)
     if sweeps:
-        axes = below[0].subplots(down, across, squeeze=False).ravel()
-        for axis, found in zip(axes, sweeps, strict=False):
+        axes = below[0].subplots(1, len(sweeps), squeeze=False).ravel()
+        for axis, found in zip(axes, sweeps, strict=True):
             _draw_sweep(axis, found)
-        for axis in axes[len(sweeps) :]:
-            axis.set_visible(False)
         handles, labels = axes[0].get_legend_handles_labels()
         below[0].legend(handles, labels, loc="outside lower left", ncols=len(labels), fontsize=9.5, frameon=False)
     if title:
@@ -112,35 +92,26 @@ def _plain(axis: Axes, name: str) -> None:
 
 def _draw_bars(axis: Axes, rows: Sequence[Prediction]) -> None:
     _plain(axis, "predicted time per step, and its change against baseline")
-    bounds = [row.lower_bound_step_s for row in rows]
-    longest = max(*(row.step_s for row in rows), *bounds) or 1.0
-    waits = {
-        cause: [row.exposed_wait_by_cause.get(cause, 0.0) for row in rows]
-        for row in rows
-        for cause in row.exposed_wait_by_cause
-    }
-    seen = sorted((cause for cause, of in waits.items() if max(of) >= _SEEN * longest), key=lambda c: -max(waits[c]))
-    parts = {"GPU work": [row.step_s - row.exposed_wait_s for row in rows], **{cause: waits[cause] for cause in seen}}
-    # Causes too small to see are summed up, so that the legend stays short and the bar complete.
-    rest = [row.step_s - sum(of[at] for of in parts.values()) for at, row in enumerate(rows)]
-    if max(rest) >= _SEEN * longest:
-        parts["other"] = [a + b for a, b in zip(parts.get("other", [0.0] * len(rows)), rest, strict=True)]
-    tints = cause_colours(name for name in parts if name != "GPU work")
-    left = [0.0] * len(rows)
-    for name, seconds in parts.items():
-        look: dict[str, Any] = {"facecolor": _GPU, "label": name}
-        if name in tints:
-            look = {**HATCHED, "facecolor": tints[name][0], "label": f"exposed wait: {name}"}
+    longest = max(max(row.step_s, row.lower_bound_step_s) for row in rows) or 1.0
+    waits: dict[str, list[float]] = {}
+    for at, row in enumerate(rows):
+        for cause, seconds in row.exposed_wait_by_cause.items():
+            # Causes too small to see are summed up, so that the legend stays short and the bar complete.
+            name = cause if seconds >= _SEEN * longest else "other"
+            waits.setdefault(name, [0.0] * len(rows))[at] += seconds
+    tints, left = cause_colours(waits), [row.step_s - row.exposed_wait_s for row in rows]
+    axis.barh(range(len(rows)), left, height=0.62, facecolor=_GPU, label="GPU work")
+    for cause, seconds in sorted(waits.items(), key=lambda each: (each[0] == "other", -max(each[1]))):
+        look = {**HATCHED, "facecolor": tints[cause][0], "label": f"exposed wait: {cause}"}
         axis.barh(range(len(rows)), seconds, left=left, height=0.62, **look)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
-    ys = [at + side for at in range(len(rows)) for side in (-0.44, 0.44, float("nan"))]
-    xs = [bound for bound in bounds for _ in range(3)]
-    axis.plot(xs, ys, color=INK, linewidth=1.4, linestyle=_DASHED, label="lower bound")
     for at, row in enumerate(rows):
-        seconds = f"{row.step_s:,.1f} s" if row.step_s >= 10 else f"{digits(row.step_s, 3)} s"
+        bound, label = row.lower_bound_step_s, "" if at else "lower bound"
+        axis.plot([bound] * 2, [at - 0.44, at + 0.44], color=INK, linewidth=1.4, linestyle=_DASHED, label=label)
+        seconds_a_step = f"{row.step_s:,.1f} s" if row.step_s >= 10 else f"{digits(row.step_s, 3)} s"
         # Baseline is the reference, so its own change is left out, and so is that of a log, which has none.
-        label = seconds if row.policy in ("baseline", AS_LOGGED) else f"{seconds}  ({row.change:+.1%})"
-        axis.annotate(label, (max(row.step_s, bounds[at]), at), (8, 0), textcoords="offset points",
+        change = "" if row.policy in ("baseline", AS_LOGGED) else f"  ({row.change:+.1%})"
+        axis.annotate(seconds_a_step + change, (max(row.step_s, bound), at), (8, 0), textcoords="offset points",
                       va="center_baseline", fontsize=10, color=INK)  # fmt: skip
     axis.set_xlim(0, 1.2 * longest)
     axis.set_ylim(len(rows) - 0.5, -0.5)
@@ -149,31 +120,21 @@ def _draw_bars(axis: Axes, rows: Sequence[Prediction]) -> None:
     axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     axis.set_xlabel("seconds a step", color=INK, fontsize=10)
     handles, labels = axis.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda at: labels[at] == "lower bound")
-    axis.figure.legend(
-        [handles[at] for at in order], [labels[at] for at in order], loc="outside lower left",
-        ncols=columns_that_fit(labels, WIDTH - 1.5), fontsize=9.5, frameon=False,
-    )  # fmt: skip
+    columns = columns_that_fit(labels, WIDTH - 1.5)
+    axis.figure.legend(handles, labels, loc="outside lower left", ncols=columns, fontsize=9.5, frameon=False)
 
 
 def _draw_sweep(axis: Axes, found: Sweep) -> None:
     _plain(axis, found.knob)
-    even = found.knob == "mini_batches"
-    places = list(range(len(found.values))) if even else list(found.values)
+    places = [f"{value:,.10g}" for value in found.values]
     for at, column in enumerate(zip(*found.rows, strict=True)):
-        name = column[0].policy
-        colour = _POLICIES.get(name, OTHERS[(at + 1) % len(OTHERS)])
-        axis.plot(places, [row.step_s for row in column], label=name, color=colour, marker="o", clip_on=False)
+        steps = [row.step_s for row in column]
+        axis.plot(places, steps, label=column[0].policy, color=OTHERS[at % len(OTHERS)], marker="o", clip_on=False)
     # Policies share most of their bounds: the lowest is that of all.
     bounds = [min(row.lower_bound_step_s for row in rows) for rows in found.rows]
     axis.plot(places, bounds, color="#808080", linewidth=1.6, linestyle=_DASHED, label="lowest lower bound", zorder=3)
-    if not even:
-        axis.set_xscale("log", base=2)
-        axis.minorticks_off()
-    shown = range(0, len(places), math.ceil(len(places) / 12))
-    axis.set_xticks([places[at] for at in shown], [f"{found.values[at]:,.10g}" for at in shown])
     axis.set_ylim(0)
     axis.tick_params(axis="y", length=0)
     axis.grid(color="#DDDDDD", linewidth=0.6)
-    axis.set_xlabel(_KNOBS.get(found.knob, found.knob), color=INK, fontsize=10)
+    axis.set_xlabel(found.knob, color=INK, fontsize=10)
     axis.set_ylabel("predicted seconds a step", color=INK, fontsize=10)

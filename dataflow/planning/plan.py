@@ -18,15 +18,15 @@ from dataflow.planning.picture import draw_plan
 from dataflow.planning.planner import AS_LOGGED, ROWS, Prediction, Sweep, numbers_of, parse_sweep, predict, sweep
 from dataflow.planning.simulation import Outcomes
 from dataflow.planning.sources.read import read_workload
-from dataflow.planning.workload import CHANGED, Workload
+from dataflow.planning.workload import Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
 
 FAR_OFF = 0.2
 """Share by which a replay may be off the log before the plan says what may be the reason."""
 _DOUBT = (
-    "; its rewards took another time or others were in flight (log.latency, log.concurrency), it overlaps more than "
-    "the log shows, or it waits for what this plan lacks (compute_group, a user's own stages)."
+    "; others were in flight (log.concurrency), it overlaps steps already, or it waits for what this plan lacks "
+    "(compute_group, a user's own stages)."
 )
 
 
@@ -70,8 +70,6 @@ class Plan:
             found["logged"] = {"policy": logged.policy, "total_s": logged.seconds, "steps": logged.steps}
         if self.replay is not None:
             found["logged"]["predicted_step_s"] = self.replay.step_s
-        if self.workload.caution:
-            found["caution"] = self.workload.caution
         if self.sweeps:
             found["sweeps"] = [s.as_dict() for s in self.sweeps]
         return found
@@ -79,8 +77,7 @@ class Plan:
     def text(self) -> str:
         """Returns the text for a terminal."""
         load = self.workload
-        caution = f"caution: {load.caution}" if load.caution else ""
-        blocks = [f"{load.source}: {self.size()}", caution, self.replayed(), table(self.cells())]
+        blocks = [f"{load.source}: {self.size()}", self.replayed(), table(self.cells())]
         if load.assumptions:
             blocks.append("assumed:\n" + "\n".join(f"- {sentence}" for sentence in load.assumptions))
         if self.advice:
@@ -105,10 +102,9 @@ class Plan:
             return ""
         steps = counted(logged.steps, "step")
         if self.replay is None:
-            why = "its policy is unknown"
-            if logged.policy == CHANGED:
-                why = "its policy changed during the run"
-            return f"{AS_LOGGED}: {figure(step_s)} s a step over {steps}, not replayed: {why}."
+            return (
+                f"{AS_LOGGED}: {figure(step_s)} s a step over {steps}, not replayed: its policy changed during the run."
+            )
         off = self.replay.step_s / step_s - 1
         said = f"predicted {figure(self.replay.step_s)} s a step, logged {figure(step_s)} s, {off:+.1%}"
         return f"{AS_LOGGED}: {said} ({logged.policy}, {steps}){_DOUBT if abs(off) > FAR_OFF else ''}"
@@ -140,8 +136,6 @@ class Plan:
 
     def _page(self, drawing: str) -> str:
         """Returns the HTML of all that a plan says, around its drawing."""
-        caution = self.workload.caution
-        note = f'<p class="note" role="status">{_sentence(caution)}</p>' if caution else ""
         shown = "<br>".join(
             _sentence(line[:1].upper() + line[1:]) for line in filter(None, [self.size(), self.replayed()])
         )
@@ -153,7 +147,7 @@ class Plan:
             cards.append(page.card(name, f"<ul>{items}</ul>" if items else ""))
         cards += [page.card(found.title, _table(found.cells())) for found in self.sweeps]
         return (
-            f'{note}<p class="headline">{shown}</p><section class="compared">{policies}</section>'
+            f'<p class="headline">{shown}</p><section class="compared">{policies}</section>'
             f'<figure class="drawing">{drawing}</figure><section class="panel halves">{"".join(cards)}</section>'
         )
 
@@ -184,37 +178,17 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)
-    outcomes, own = Outcomes(), _own(workload, policies)
-    on_work("replaying the log")
-    replay = None if own is None else predict(*own, outcomes=outcomes)[0]
+    outcomes, replay = Outcomes(), None
+    logged = workload.logged
+    if logged is not None and logged.under is not None:
+        on_work("replaying the log")
+        own = workload.loop or replace(workload, steps=logged.steps)
+        replay = predict(own, {AS_LOGGED: logged.under}, outcomes=outcomes)[0]
     rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"), outcomes)
     on_work("looking for advice")
     advice = advise(workload, rows, policies, outcomes)
     found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work, outcomes) for text in sweeps]
     return Plan(workload, rows, advice, found, replay)
-
-
-def _own(
-    workload: Workload, policies: Mapping[str, SchedulingPolicy]
-) -> tuple[Workload, dict[str, SchedulingPolicy]] | None:
-    """Returns the source's own run and its policy; None if there is nothing to compare it with."""
-    logged = workload.logged
-    under = None if logged is None else logged.under or policies.get(logged.policy)
-    if logged is None or under is None:
-        return None
-    return workload.loop or replace(workload, steps=logged.steps), {AS_LOGGED: under}
-
-
-def beside(plans: Sequence[Plan]) -> str:
-    """Returns a table of several plans' seconds a step: a row for each source, a column for each policy."""
-    names = list(dict.fromkeys(row.policy for plan in plans for row in plan.rows))
-    lines = [("s/step", "logged", *names)]
-    for plan in plans:
-        step_s = {row.policy: figure(row.step_s) for row in plan.rows}
-        logged, seconds = plan.workload.logged, plan.logged_step_s
-        took = "" if logged is None or seconds is None else f"{figure(seconds)} ({logged.policy or 'overlaps'})"
-        lines.append((plan.workload.source, took, *(step_s.get(name, "") for name in names)))
-    return str(table(lines))
 
 
 def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> dict[str, SchedulingPolicy]:

@@ -101,7 +101,7 @@ class Outcomes:
     def of(self, workload: Workload, policy: SchedulingPolicy, unlimited: bool = False) -> Outcome:
         """Returns the outcome of a simulation: see :meth:`Outcome.of`."""
         # What the outcome does not depend on is left out.
-        load = replace(workload, source="", assumptions=(), logged=None, loop=None, caution="")
+        load = replace(workload, source="", assumptions=(), logged=None, loop=None)
         if unlimited:
             beside = {name: _without_limits(rewards) for name, rewards in load.beside.items()}
             load = replace(load, rewards=_without_limits(load.rewards), beside=beside)

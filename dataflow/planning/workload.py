@@ -112,17 +112,15 @@ class Modelled:
 
 
 StageTime = Measured | Modelled
-CHANGED = "auto"
-"""The policy of a run that changed it: ``policy=auto``."""
 
 
 class Logged(NamedTuple):
-    """A source's own run: how long its steps took, and the policy; its name is "" if it is not known."""
+    """A source's own run: how long its steps took, and the policy; None if it changed during the run."""
 
     policy: str
     seconds: float
     steps: int
-    under: SchedulingPolicy | None = None
+    under: SchedulingPolicy | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,6 @@ class Workload:
         logged: the source's own run; None if its time is not known.
         loop: the source's own run, where that differs: keys change what is planned, and verl's loop stops for
             validations and checkpoints.
-        caution: why the source may be none that can be planned from; "" if nothing shows that.
         seed: of all random draws.
     """
 
@@ -167,7 +164,6 @@ class Workload:
     ran_with: str = ""
     logged: Logged | None = None
     loop: Workload | None = None
-    caution: str = ""
     seed: int = 0
 
     @cached_property
@@ -359,6 +355,8 @@ STAGES = (
     rollout, reward_request, old_log_prob, ref_log_prob, values, reward_collect, advantage, actor_update, critic_update,
     sync_weights, val_rollout, val_score, checkpoint,
 )  # fmt: skip
+TIMED = [s.name for s in STAGES if s.on != "reward"]
+"""Stages that take time of their own."""
 CRITIC = (values.name, critic_update.name)
 """The stages of a critic, which only some pipelines have."""
 _BESIDE = ("old_log_prob", "ref_log_prob", "values")

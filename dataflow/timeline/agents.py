@@ -59,11 +59,10 @@ def concurrency_of(trace: Trace, agent: str) -> int | None:
     return int(found) if found else None
 
 
-def rates_of(trace: Trace, agent: str) -> tuple[float | None, float | None]:
-    """Returns the agent's requests and tokens a minute at most, by the run's configuration; None for no limit."""
-    limits = _limits_of(trace, agent)
-    rpm, tpm = (float(limits[name]) if limits.get(name) else None for name in ("rpm", "tpm"))
-    return rpm, tpm
+def rpm_of(trace: Trace, agent: str) -> float | None:
+    """Returns the agent's requests a minute at most, by the run's configuration; None for no limit."""
+    found = _limits_of(trace, agent).get("rpm")
+    return float(found) if found else None
 
 
 def _limits_of(trace: Trace, agent: str) -> dict[str, Any]:

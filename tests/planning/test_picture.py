@@ -49,7 +49,7 @@ TITLE = "predicted: $a_run$ <1>"
 
 
 def test_a_picture_and_a_page_name_what_they_show_and_the_page_loads_nothing(tmp_path: Path) -> None:
-    plan = Plan(replace(job(), caution="<beware>"), PLAN, ["do & say"], SWEEPS)
+    plan = Plan(replace(job(), assumptions=("<beware>",)), PLAN, ["do & say"], SWEEPS)
     for kind in ("svg", "html"):
         path = tmp_path / f"plan.{kind}"
         plan.save(path, TITLE)

@@ -8,9 +8,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import islice, pairwise, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from dataflow.errors import DataError, nearest
 
 SECONDS = "timing_s/"
 REQUIRED = ("timing_s/gen", "timing_s/update_actor")
-_LONGEST_S = 1e9
-"""Some 30 years: what is longer is no measurement."""
 _OWN = "overlap/exposed_wait_s"
 """What each run of dataflow logs at each step, and verl never."""
 _GIVE = "give verl's console log, its jsonl file or tensorboard directory, or a CSV of its scalars"
@@ -35,41 +32,30 @@ _CONFIGURATION = re.compile(r"^(\(.{1,80}?pid=\d{1,10}.{0,60}?\) )?\{'actor_roll
 _STEP = ("global_step", "step", "_step", "Step")
 """What a CSV may call its column of steps."""
 
-Columns = dict[str, dict[int, float]]
-"""Name of a scalar, as verl logs it -> {step: value}."""
+Reader = Callable[[Path], Iterator[tuple[int, str, float]]]
+"""Yields (step, name, value) of the scalars in a log."""
 
 
-@dataclass(frozen=True)
-class Scalars:
-    """The scalars of a run.
-
-    Attributes:
-        path: the file or directory they were read from.
-        columns: name -> {step: value}, names as verl logs them (``timing_s/gen``), steps ascending, none empty.
-        said: sentences on how they were read.
-    """
-
-    path: str
-    columns: Mapping[str, Mapping[int, float]]
-    said: tuple[str, ...] = ()
+class Scalars(dict[str, dict[int, float]]):
+    """The scalars of a run: name -> {step: value}, names as verl logs them (``timing_s/gen``), steps ascending."""
 
     def series(self, name: str) -> dict[int, float]:
         """Returns a scalar's values by step; empty if it was never logged."""
-        return dict(self.columns.get(name, {}))
+        return self.get(name, {})
 
     def mean(self, name: str) -> float:
         """Returns the mean of a scalar; 0 if it was never logged."""
-        series = self.columns.get(name, {})
+        series = self.series(name)
         return math.fsum(series.values()) / len(series) if series else 0.0
 
 
-def reader_of(place: Path) -> Callable[[Path], Iterator[tuple[int, str, float]]] | None:
-    """Returns what reads the log at a path, in the order in which it was written; None if there is no log."""
+def reader_of(place: Path) -> Reader | None:
+    """Returns what reads the log at a path; None if there is no log."""
     if any(_event_files(place)):
         return _events
     if place.is_dir():
         return None
-    by_name = {".jsonl": _jsonl, ".csv": _table}.get(place.suffix.lower())
+    by_name: Reader | None = {".jsonl": _jsonl, ".csv": _table}.get(place.suffix.lower())
     return by_name or (_console if any(_LINE.search(line) for line in islice(_lines(place), _HEAD)) else None)
 
 
@@ -86,14 +72,15 @@ def read_scalars(path: Path) -> Scalars:
     reader = reader_of(path)
     if reader is None:
         raise DataError(f"log {path}: no step of verl is in it; {_GIVE}.")
-    columns: Columns = {}
-    generated: list[int] = []  # steps, in the order in which they were written
-    for step, name, value in reader(path):
-        if name.startswith(SECONDS) and not 0 <= value <= _LONGEST_S:
-            raise DataError(f"log {path}: {name} at step {step} is {value:g}; give seconds, 0 to {_LONGEST_S:g}.")
-        if not math.isnan(value):
-            columns.setdefault(name, {})[step] = value
-            generated += [step] if name == REQUIRED[0] else []
+    columns = Scalars()
+    try:
+        for step, name, value in reader(path):
+            if name.startswith(SECONDS) and value < 0:
+                raise DataError(f"log {path}: {name} at step {step} is {value:g}; give seconds.")
+            if not math.isnan(value):
+                columns.setdefault(name, {})[step] = value
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"log {path} cannot be read ({error}); {_GIVE}.") from error
     if _OWN in columns:
         raise DataError(
             f"log {path} is of a run of dataflow, not of verl's own loop ({_OWN}); give the run's directory, which has "
@@ -104,13 +91,7 @@ def read_scalars(path: Path) -> Scalars:
         there = f" (it has {', '.join(timed[:12])})" if timed else ""
         hint = nearest(missing[0], columns.keys() - set(REQUIRED)) or f"; {_GIVE}."
         raise DataError(f"log {path}: no step has a value of {', '.join(missing)}{there}{hint}")
-    ordered = {name: dict(sorted(series.items())) for name, series in columns.items()}
-    again = next(((a, b) for a, b in pairwise(generated) if b <= a), None)
-    said = () if again is None else (
-        f"the log starts again at step {again[1]} after step {again[0]}: the later values were taken for a step that "
-        "it has twice, as of a run that was resumed (if they are of another run, leave the values of one).",
-    )  # fmt: skip
-    return Scalars(str(path), ordered, said)
+    return Scalars({name: dict(sorted(series.items())) for name, series in columns.items()})
 
 
 def printed_settings(path: Path) -> Mapping[str, Any]:
@@ -143,54 +124,44 @@ def _console(path: Path) -> Iterator[tuple[int, str, float]]:
             continue
         for pair in line[found.end() :].split(" - "):
             name, _, text = pair.strip().rpartition(":")
-            value = _VALUE.match(text)
-            if name and value and (number := _number(value[1])) is not None:
-                yield int(found[1]), name, number
+            if name and (value := _VALUE.match(text)):
+                try:
+                    yield int(found[1]), name, float(value[1])
+                except ValueError:
+                    continue  # a text among the scalars
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, str, float]]:
-    lines = [(number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
-    for number, line in lines:
+    lines = [line for line in _lines(path) if line.strip()]
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            data = row.get("data", row)
-            step, values = int(row["step"] if "step" in row else row["_step"]), dict(data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if number == lines[-1][0] and isinstance(error, json.JSONDecodeError):
+        except json.JSONDecodeError as error:
+            if number == len(lines):
                 return  # it was cut off when the run ended
-            raise DataError(
-                f'log {path}, line {number} is no step; give objects like {{"step": 1, "data": {{...}}}}.'
-            ) from error
-        for name, value in values.items():
+            raise ValueError(f"line {number}: {error}") from error
+        for name, value in dict(row.get("data", row)).items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                yield step, name, float(value)
+                yield int(row["step"] if "step" in row else row["_step"]), name, float(value)
 
 
 def _table(path: Path) -> Iterator[tuple[int, str, float]]:
-    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, skipinitialspace=True)
         key = next((name for name in _STEP if name in (rows.fieldnames or ())), None)
         if key is None:
             hint = nearest("global_step", rows.fieldnames or ()) or "; give a CSV, with commas, that has one."
             raise DataError(f"log {path}: no column global_step{hint}")
         for row in rows:
-            where = f"log {path}, line {rows.line_num}"
-            if not (cell := row.pop(key)):
-                continue
-            step = _number(cell)
-            if step is None or not step.is_integer():
-                raise DataError(
-                    f"{where}, column {key}: step '{cell}' is not a whole number; give steps of 0, 1, 2 ..."
-                )
-            for name, text in row.items():
-                if not text or name is None:  # nothing was logged at this step, or there are more cells than columns
-                    continue
-                if (value := _number(text)) is not None:
-                    yield int(step), name, value
-                elif name.startswith(SECONDS):
-                    raise DataError(
-                        f"{where}, column {name}: '{text[:40]}' is not a number; give a number, or nothing."
-                    )
+            step = row.pop(key)
+            for name, text in row.items() if step else ():
+                try:
+                    value = float(text or "nan")  # nothing was logged at this step
+                except (ValueError, TypeError) as error:
+                    if name is not None and name.startswith(SECONDS):
+                        raise ValueError(f"line {rows.line_num}, column {name}: {error}") from error
+                    continue  # a text among the scalars
+                yield int(float(step)), name, value
 
 
 def _events(path: Path) -> Iterator[tuple[int, str, float]]:
@@ -215,10 +186,3 @@ def _events(path: Path) -> Iterator[tuple[int, str, float]]:
 def _event_files(place: Path) -> Iterator[Path]:
     files = place.rglob("*") if place.is_dir() else iter([place])
     return (file for file in files if "tfevents" in file.name and file.is_file() and file.suffix != ".profile-empty")
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

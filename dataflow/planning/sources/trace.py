@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.errors import ConfigError, DataError, counted, nearest
+from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.graph import Pipeline
-from dataflow.planning.config import AgentPlan, LogPlan, PlanConfig
+from dataflow.planning.config import AgentPlan, PlanConfig
 from dataflow.planning.planner import name_of
 from dataflow.planning.rewards import Rewards, Validation
-from dataflow.planning.sources.whatifs import changed, given_times, refuse_log
 from dataflow.planning.workload import Logged, Measured, Roles, StageTime, Workload
 from dataflow.policy import SchedulingPolicy
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
-from dataflow.timeline.agents import concurrency_of, rates_of
+from dataflow.timeline.agents import concurrency_of, rpm_of
 from dataflow.timeline.spans import Mark, Span, Trace
 
 
@@ -51,43 +50,54 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
             f"trace {source} does not say what its pipeline and its steps were; give a run, not a simulation, or plan "
             "from costs.yaml."
         )
-    _refuse(config, source)
+    held = {"prompts": config.prompts, "responses": config.responses, "validation.samples": config.validation.samples}
+    if given := [key for key, value in held.items() if value is not None]:
+        raise ConfigError(
+            f"{given[0]}: the trace of {source} says what it was; leave it out, or plan from a costs.yaml."
+        )
     pipeline = Pipeline.from_facts(job["pipeline"])
-    if config.checkpoint.every is not None:
-        pipeline = _repeated(pipeline, "saves", "checkpoint", config.checkpoint.every, trace, source)
-    if config.validation.every is not None:
-        pipeline = _repeated(pipeline, "validates", "validation", config.validation.every, trace, source)
+    pipeline = _repeated(pipeline, "saves", "checkpoint", config.checkpoint.every, trace, source)
+    pipeline = _repeated(pipeline, "validates", "validation", config.validation.every, trace, source)
     roles = Roles.of(pipeline)
     if roles.collect is None and config.reward != AgentPlan():
         raise ConfigError(
             f"reward.{min(config.reward.model_fields_set)}: no stage of {source} sends reward requests; stages.NAME= "
             "says how long the stage takes that gets its rewards itself."
         )
-    assumed: list[str] = []
-    beside = _further_services(trace, pipeline, roles, config, assumed)
-    times = _times(trace, pipeline, {roles.collect, roles.score, *beside}, config, source, assumed)
+    asked: dict[str, list[Mark]] = {}  # resource -> its reward requests
+    for m in trace.marks:
+        # A resumed run asks again for what it had: those answers, from the ledger, are no latencies of the service.
+        if m.name == "reward" and not (trace.resumed and m.args.get("how") == "ledger"):
+            asked.setdefault(m.resource, []).append(m)
     agent = pipeline.collector.on if pipeline.collector is not None else "reward"
-    own, known = _service(trace, agent, (None, roles.collect), config)
+    own = _service(trace, agent, roles.collect, asked, config)
+    known = len(own.latency.values)
     if roles.collect is not None and not known:
-        own = _unrecorded(own, config, source, roles.collect)
-    elif config.log != LogPlan():
-        refuse_log(config, f"the trace of {source}", "says what it was")
-    given = config.reward.latency is not None
-    measured = f"stage times and {known} reward latencies are" if known and not given else "stage times are"
-    assumed[:0] = [f"{measured} those of the run.", *_taken(trace, agent, config.reward)]
-    prompts, responses = _sizes(job, trace, pipeline, assumed)
+        # The run's own stages asked a judge of the user's.
+        why = f"the trace has no reward request, as the run's own stages asked for those of '{roles.collect}': "
+        latency, slots = config.need(source, {"log.latency": "uniform:1:4", "log.concurrency": 64}, why=why)
+        own = replace(own, latency=parse_distribution(latency, "log.latency"), concurrency=slots)
+        own = replace(own, rpm=config.log.rpm or own.rpm)
+    else:
+        config.refuse_log(f"the trace of {source}", "says what it was")
+    beside = _beside(trace, pipeline, roles, asked, config)
+    times = _times(trace, pipeline, {roles.collect, roles.score, *beside}, config, source)
+    prompts, responses = _sizes(job, trace, pipeline)
+    measured = {stage: s for stage, s in _dispatch(trace).items() if stage in pipeline.by_name}
+    ends = _ends(trace, next((s.name for s in pipeline.stages if s.streams), None))
+    assumed = [f"stage times and {known} reward latencies are those of the run."]
+    assumed += [f"agent '{pipeline.by_name[at].on}': its latencies are those of the run." for at in beside]
     if cut := trace.meta.get("cut"):
         assumed.append(f"the run is {cut}.")
-    dispatch = _dispatch(trace) if config.dispatch is None else dict.fromkeys(pipeline.by_name, config.dispatch)
-    if dispatch and config.dispatch is None:
-        mean = 1000 * statistics.fmean(dispatch.values())
+    if measured and config.dispatch is None:
+        mean = 1000 * statistics.fmean(measured.values())
         assumed.append(
             f"a task begins {mean:.1f} ms after it could, as in the run, more or less by stage (dispatch=SECONDS)."
         )
-    ends = _ends(trace, next((s.name for s in pipeline.stages if s.streams), None))
     if pipeline.streaming and not ends:
         assumed.append("a streaming rollout's groups would end evenly over its time.")
     said_by = agent if known else "log" if config.log.concurrency else ""
+    validation = _validation(pipeline, roles.score, asked.get(agent, []), config)
     return Workload(
         source=source,
         pipeline=pipeline,
@@ -96,10 +106,10 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         responses=responses,
         mini_batches=config.mini_batches or int(job["mini_batches"]),
         times=times,
-        rewards=changed(own, config.reward, "reward"),
+        rewards=config.reward.change(own, "reward"),
         beside=beside,
-        validation=_validation(trace, pipeline, roles.score, agent, config),
-        dispatch_s=dispatch,
+        validation=validation,
+        dispatch_s=measured if config.dispatch is None else dict.fromkeys(pipeline.by_name, config.dispatch),
         ends=ends,
         assumptions=tuple(assumed),
         ran_with=f"{said_by}.concurrency={own.concurrency}" if said_by else "",
@@ -109,12 +119,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
 
 
 def _times(
-    trace: Trace,
-    pipeline: Pipeline,
-    waits: Collection[str | None],
-    config: PlanConfig,
-    source: str,
-    assumed: list[str],
+    trace: Trace, pipeline: Pipeline, waits: Collection[str | None], config: PlanConfig, source: str
 ) -> dict[str, StageTime]:
     """Returns the time of each stage but of those that wait for a reward service.
 
@@ -128,115 +133,73 @@ def _times(
     for s in sorted(trace.spans, key=lambda s: s.part):
         if s.stage not in waits and (s.stage, s.step) not in skipped and s.stage in pipeline.by_name:
             spans.setdefault(s.stage, {}).setdefault(s.step, []).append(s)
-    times: dict[str, StageTime] = {name: Measured(whole) for name, of in spans.items() if (whole := _whole(of))}
-    if repeated := sorted({s.step for s in trace.spans if s.args.get("restarted") and s.stage in times}):
-        assumed.append(
-            f"tasks that ran again after their process had died (step {', '.join(map(str, repeated))}) are left out; "
-            "others stand in."
-        )
+    times: dict[str, StageTime] = {}
+    for name, steps in spans.items():
+        whole = {step: parts for step, parts in steps.items() if len(parts) == parts[0].parts}
+        # The time of a task that ran again has that in it which its process took to be rebuilt.
+        usual = {step: parts for step, parts in whole.items() if not any(s.args.get("restarted") for s in parts)}
+        if seconds := {step: tuple(s.end - s.begin for s in parts) for step, parts in (usual or whole).items()}:
+            times[name] = Measured(seconds)
     if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
         raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
-    return times | given_times(config, [s.name for s in pipeline.stages if s.name not in waits])
+    return times | config.times([s.name for s in pipeline.stages if s.name not in waits])
 
 
-def _further_services(
-    trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, assumed: list[str]
+def _beside(
+    trace: Trace, pipeline: Pipeline, roles: Roles, asked: Mapping[str, list[Mark]], config: PlanConfig
 ) -> dict[str, Rewards]:
-    """Returns the services of the agents whose groups do not form the parts, and adds what is assumed of them.
+    """Returns the services of the agents whose groups do not form the parts, by the stage that collects.
 
     An agent whose requests the trace does not have takes the measured time of its tasks.
 
     Raises:
         ConfigError: a key is of an agent that the run does not have.
     """
-    names = {pipeline.by_name[collect].on: collect for collect in roles.beside}
+    names = {pipeline.by_name[collect].on for collect in roles.beside}
     if unknown := [name for name in config.agents if name not in names]:
-        guess = nearest(unknown[0], names) or f"; it has {', '.join(names) or 'none beside the first'}."
+        guess = nearest(unknown[0], names) or f"; it has {', '.join(sorted(names)) or 'none beside the first'}."
         raise ConfigError(f"agents.{unknown[0]}: the run has no further reward agent of this name{guess}")
     found = {}
     for collect in roles.beside:
         agent = pipeline.by_name[collect].on
-        plan = config.agents.get(agent, AgentPlan())
-        own, known = _service(trace, agent, (None, collect), config)
-        if known or plan.latency is not None:
-            found[collect] = changed(own, plan, f"agents.{agent}")
-            assumed += [f"agent '{agent}': {known} latencies are those of the run.", *_taken(trace, agent, plan)]
+        own, plan = _service(trace, agent, collect, asked, config), config.agents.get(agent, AgentPlan())
+        if own.latency.values or plan.latency is not None:
+            found[collect] = plan.change(own, f"agents.{agent}")
     return found
 
 
-def _service(trace: Trace, agent: str, collectors: Collection[str | None], config: PlanConfig) -> tuple[Rewards, int]:
-    """Returns an agent's service, with the latencies of the requests in a trace, and their number.
-
-    Args:
-        trace: of the run.
-        agent: its name.
-        collectors: what the requests' ``collector`` may be, where several agents collect on one resource.
-        config: of the plan.
-    """
-    asked = _asked(trace, agent)
-    trained = [m for m in asked if not m.args.get("validation")] or asked
-    own = [m for m in trained if m.args.get("collector") in collectors]
-    steps: dict[int, list[Mark]] = {}
+def _service(
+    trace: Trace, agent: str, collect: str | None, asked: Mapping[str, list[Mark]], config: PlanConfig
+) -> Rewards:
+    """Returns an agent's service, with the latencies of the requests that a stage collected, or any, in a trace."""
+    every = asked.get(agent, [])
+    trained = [m for m in every if not m.args.get("validation")] or every
+    own = [m for m in trained if m.args.get("collector") in (None, collect)]
+    steps: dict[int, list[float]] = {}
     for m in sorted(own, key=lambda m: (m.args.get("group", 0), m.args.get("sample", 0))):
-        steps.setdefault(m.args.get("step", 0), []).append(m)
+        steps.setdefault(m.args.get("step", 0), []).append(m.end - m.begin)
     latencies = tuple(m.end - m.begin for m in own)
-    rewards = Rewards(
+    return Rewards(
         Distribution("empirical", values=latencies) if latencies else Distribution("constant"),
         concurrency_of(trace, agent) or 64,
-        rates_of(trace, agent)[0],
+        rpm_of(trace, agent),
         scattered=bool(config.balance_batch),
-        steps={step: tuple(m.end - m.begin for m in of) for step, of in steps.items()},
+        steps={step: tuple(of) for step, of in steps.items()},
     )
-    return rewards, len(latencies)
 
 
-def _asked(trace: Trace, agent: str) -> list[Mark]:
-    """Returns the requests of an agent, those of validations among them."""
-    return [m for m in trace.marks if m.name == "reward" and m.resource == agent and not _repeats(trace, m)]
-
-
-def _repeats(trace: Trace, mark: Mark) -> bool:
-    """Whether a request may be one that the run made before it was resumed, and whose answer the ledger has."""
-    return bool(trace.meta.get("resumed")) and mark.args.get("how") == "ledger"
-
-
-def _taken(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
-    """Returns what a plan takes over from an agent of the run, and what it leaves out."""
-    rpm, tpm = rates_of(trace, agent)
-    said = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
-    said += [f"{agent}.tpm={tpm:g} of the run is not simulated."] if tpm else []
-    if repeated := sum(_repeats(trace, m) for m in trace.marks if m.name == "reward" and m.resource == agent):
-        said.append(
-            f"{counted(repeated, 'answer')} that '{agent}' took from its ledger {'is' if repeated == 1 else 'are'} "
-            "left out: the run resumed, and asked for rewards again."
-        )
-    return said
-
-
-def _unrecorded(own: Rewards, config: PlanConfig, source: str, collect: str) -> Rewards:
-    """Returns the service of a run whose own judge was asked by its stages, so that the trace has no request.
-
-    Raises:
-        ConfigError: what it ran with is not said.
-    """
-    why = f"the trace has no reward request, as the run's own stages asked for those of '{collect}': "
-    latency, concurrency = config.need(source, {"log.latency": "uniform:1:4", "log.concurrency": 64}, why=why)
-    given = parse_distribution(latency, "log.latency")
-    return replace(own, latency=given, concurrency=concurrency, rpm=config.log.rpm or own.rpm)
-
-
-def _validation(
-    trace: Trace, pipeline: Pipeline, score: str | None, agent: str, config: PlanConfig
-) -> Validation | None:
+def _validation(pipeline: Pipeline, score: str | None, asked: Sequence[Mark], config: PlanConfig) -> Validation | None:
     """Returns the validation that a stage scores, with the latency of its own requests."""
     every = pipeline.by_name[score].every if score is not None else None
     if not every:
         return None
-    scored = [m for m in trace.marks if m.args.get("validation")]
-    times_scored = len({m.args.get("step") for m in scored})
-    latencies = tuple(m.end - m.begin for m in _asked(trace, agent) if m.args.get("validation"))
-    own = Distribution("empirical", values=latencies) if latencies and config.reward.latency is None else None
-    return Validation(every, len(scored) // max(1, times_scored), config.validation.pool, latency=own)
+    if config.validation.overlap is False:
+        raise ConfigError("validation.overlap=false: training goes on beside a validation in every run; leave it out.")
+    own = [m for m in asked if m.args.get("validation")]
+    latencies = tuple(m.end - m.begin for m in own)
+    latency = Distribution("empirical", values=latencies) if own and config.reward.latency is None else None
+    samples = len(own) // max(1, len({m.args.get("step") for m in own}))
+    return Validation(every, samples, config.validation.pool, latency=latency)
 
 
 def policy_of(facts: Mapping[str, Any]) -> SchedulingPolicy:
@@ -254,53 +217,40 @@ def _logged(trace: Trace, mini_batches: int) -> Logged:
     seconds, steps = trace.trained
     said = list(trace.meta.get("policies") or [trace.meta])  # more than one if policy=auto changed it
     if len(said) > 1 or "split" not in said[0]:
-        return Logged(str(trace.meta.get("policy")), seconds, steps)
+        return Logged(str(trace.meta.get("policy")), seconds, steps, None)
     only = policy_of(said[0])
     return Logged(name_of(only, mini_batches), seconds, steps, only)
 
 
-def _sizes(job: Mapping[str, Any], trace: Trace, pipeline: Pipeline, assumed: list[str]) -> tuple[int, int]:
+def _sizes(job: Mapping[str, Any], trace: Trace, pipeline: Pipeline) -> tuple[int, int]:
     """Returns prompts and responses of a step; what the run's configuration does not say is derived from the trace."""
-    prompts = job["prompts"]
-    if prompts is None:
-        prompts = job["mini_batches"]
-        assumed.append(
-            f"the run has no number of groups, so that no policy can split its steps; {counted(prompts, 'group')} a "
-            "step would be one for each mini-batch (groups=NUMBER in the run)."
-        )
+    # Without a number of groups no policy can split a step: one for each mini-batch.
+    prompts = int(job["prompts"] or job["mini_batches"])
     if job.get("responses") is not None:
-        return int(prompts), int(job["responses"])
+        return prompts, int(job["responses"])
+    sampling = {each.name for each in pipeline.with_role("samples")[:1]}
     steps: dict[int, int] = {}
     for s in trace.spans:
-        if s.stage in {each.name for each in pipeline.with_role("samples")[:1]}:
+        if s.stage in sampling:
             steps[s.step] = steps.get(s.step, 0) + int(s.args.get("samples", 0))
-    samples = statistics.median(steps.values()) if steps else 0
-    return int(prompts), max(1, round(samples / prompts))
-
-
-def _refuse(config: PlanConfig, source: str) -> None:
-    """Rejects keys that contradict the measured times.
-
-    Raises:
-        ConfigError: such a key was given.
-    """
-    held = {"prompts": config.prompts, "responses": config.responses, "validation.samples": config.validation.samples}
-    if given := [key for key, value in held.items() if value is not None]:
-        raise ConfigError(
-            f"{given[0]}: the trace of {source} says what it was; leave it out, or plan from a costs.yaml."
-        )
-    if config.validation.overlap is False:
-        raise ConfigError("validation.overlap=false: training goes on beside a validation in every run; leave it out.")
+    return prompts, max(1, round(statistics.median(steps.values()) / prompts)) if steps else 1
 
 
 def _repeated(
-    pipeline: Pipeline, role: Literal["saves", "validates"], what: str, every: int, trace: Trace, source: str
+    pipeline: Pipeline,
+    role: Literal["saves", "validates"],
+    what: str,
+    every: int | None,
+    trace: Trace,
+    source: str,
 ) -> Pipeline:
     """Returns the pipeline with the stages of a role every given number of steps and at the end; with 0, without them.
 
     Raises:
         ConfigError: they did not run, so that their time is not known.
     """
+    if every is None:
+        return pipeline
     own = {s.name for s in pipeline.with_role(role)}
     if every and own.isdisjoint(s.stage for s in trace.spans):
         key = {"checkpoint": "checkpoint.every", "validation": "val.every"}[what]
@@ -314,17 +264,6 @@ def _repeated(
         kept = [s for s in pipeline.stages if s.name not in own]
         stages = [replace(s, after=tuple(name for name in s.after if name not in own)) for s in kept]
     return Pipeline(stages, pipeline.inputs, pipeline.resources)
-
-
-def _whole(steps: dict[int, list[Span]]) -> dict[int, tuple[float, ...]]:
-    """Returns the seconds of each part, for complete steps only; an interrupted run has incomplete ones.
-
-    The time of a task that ran again has that in it which its process took to be rebuilt; so its step is left out if
-    there are others.
-    """
-    whole = {step: parts for step, parts in steps.items() if len(parts) == parts[0].parts}
-    usual = {step: parts for step, parts in whole.items() if not any(s.args.get("restarted") for s in parts)}
-    return {step: tuple(s.end - s.begin for s in parts) for step, parts in (usual or whole).items()}
 
 
 def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:

@@ -7,7 +7,6 @@ and at some steps validate (`testing`: generation and scoring) and save. The wor
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -15,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted
 from dataflow.planning.config import PlanConfig, ValidationPlan
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.rewards import Rewards, Validation
-from dataflow.planning.sources.handmade import TIMED
 from dataflow.planning.sources.logs import SECONDS, Scalars, printed_settings, read_scalars
-from dataflow.planning.sources.whatifs import changed, given_times
-from dataflow.planning.workload import CRITIC, Logged, Measured, StageTime, Workload, after_rewards, grpo
-from dataflow.policy import check_batch
+from dataflow.planning.workload import CRITIC, TIMED, Logged, Measured, StageTime, Workload, after_rewards, grpo
+from dataflow.policy import SchedulingPolicy, check_batch
 
 _STAGES = {
     "rollout": "gen",
@@ -38,15 +34,6 @@ _STAGES = {
 """Stage -> what verl times of it in each step."""
 _HIDDEN_S = 1.0
 """After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs."""
-_QUICK = 0.9
-"""The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it."""
-_SLOW_FIRST, _SLOW_FIRST_S = 1.15, 5.0
-"""The first step waits longer by this factor and these seconds if it alone has no step before it to hide behind.
-
-Warm-up lengthens it by less: in the published runs the ratio is 1.3 and 1.7 with overlap, 1.0 without.
-"""
-_EARLY = 10
-"""Steps with which the first one is compared; later ones may differ since responses get longer or shorter."""
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -56,9 +43,11 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         DataError: the log cannot be read, or lacks a timing.
         ConfigError: a value that the log does not contain is missing.
     """
-    log = _from_one(read_scalars(path))
+    read = read_scalars(path)
+    before = min(read.series(f"{SECONDS}gen")) - 1  # the log of a resumed run begins later
+    log = Scalars({name: {step - before: value for step, value in of.items()} for name, of in read.items()})
     planned = _workload(log, path, config)
-    if planned.logged is None or not planned.logged.policy:
+    if planned.logged is None:
         return planned
     # verl's own loop, for as many steps as it logged: what the log itself took, to be compared with what is predicted.
     facts = {key: getattr(config, key) for key in ("log", "prompts", "responses", "mini_batches", "seed")}
@@ -68,42 +57,34 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 
 
 def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
-    assumed = list(log.said)
+    assumed = [
+        "the log is taken for that of a baseline, whose loop waits for all rewards of a step before the update; a run "
+        "that updates on mini-batches as they arrive looks like one with quicker rewards."
+    ]
     config = _with_settings(path, config, assumed)
-    overlap = _overlap(log)
-    timed = bool(log.series(f"{SECONDS}adv")) or log.mean(f"{SECONDS}reward") > _HIDDEN_S
     needed: dict[str, object] = {"prompts": 1024, "responses": 5, "mini_batches": 4, "log.concurrency": 256}
-    hint = ""
-    if overlap or not timed:
+    timed = bool(log.series(f"{SECONDS}adv")) or log.mean(f"{SECONDS}reward") > _HIDDEN_S
+    if not timed:
         needed["log.latency"] = "uniform:1:40"
-        hint = ", or plan from a log " + ("of verl's own loop" if timed else "with timing_s/adv and timing_s/reward")
-    if config.reward.concurrency is not None and config.log.concurrency is None:
-        hint += " (reward.concurrency says what to plan)"
-    prompts, responses, mini_batches, concurrency, *_ = config.need(path, needed, hint, f"{overlap} " * bool(overlap))
+    hint = "" if timed else ", or plan from a log with timing_s/adv and timing_s/reward"
+    prompts, responses, mini_batches, concurrency, *_ = config.need(path, needed, hint)
     check_batch(prompts, mini_batches)
     if config.agents:
         raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
-    if not overlap:
-        assumed.insert(
-            0,
-            "the log is taken for that of a baseline, whose loop waits for all rewards of a step before the update; a "
-            "run that updates on mini-batches as they arrive looks like one with quicker rewards.",
-        )
     scattered = config.balance_batch is not False
-    own, blocking = _rewards(log, config, concurrency, (prompts, responses), assumed, fit=not overlap), _blocks(log)
-    own = replace(own, scattered=scattered)
+    own = replace(_rewards(log, config, concurrency, (prompts, responses), assumed), scattered=scattered)
     if scattered:
         assumed.append(
             "verl distributes the batch over its ranks by length before scoring (balance_batch=false if not)."
         )
     times: dict[str, StageTime | None] = {stage: _measured(log, timing) for stage, timing in _STAGES.items()}
-    if blocking:
+    if _blocks(log):
         del times["reward_request"]
     validation = _validation(log, config, own, times, assumed)
     saves = _every(log, "save_checkpoint") if config.checkpoint.every is None else config.checkpoint.every
     if saves:
         times["checkpoint"] = _measured(log, "save_checkpoint")
-    times |= given_times(config, TIMED)
+    times |= config.times(TIMED)
     for stage, section, timing in (
         ("val_rollout", "validation", "testing"), ("checkpoint", "checkpoint", "save_checkpoint"),
     ):  # fmt: skip
@@ -121,14 +102,9 @@ def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
         assumed.append("off-policy rows leave out the first rollout, as timing_s/step does.")
     if critic:
         assumed.append("the critic's update may run beside the next step's wait for rewards; verl's loop waits for it.")
-        assumed.append(
-            "a policy that splits a step whitens the advantages over mini-batches (algorithm.whiten=mini-batch), verl "
-            "over the step."
-        )
     how = {"critic": critic, "bypass": "old_log_prob" not in known, "stops": config.validation.overlap is False}
     pipeline = grpo("ref_log_prob" in known, validation, saves or None, **how)
     whole = log.series(f"{SECONDS}step")
-    total = math.fsum(whole.values())
     return Workload(
         source=str(path),
         pipeline=pipeline,
@@ -137,23 +113,15 @@ def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
         responses=responses,
         mini_batches=mini_batches,
         times=known,
-        rewards=changed(own, config.reward, "reward"),
+        rewards=config.reward.change(own, "reward"),
         validation=validation,
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(assumed),
         ran_with=" ".join(f"log.{key}={value}" for key, value in config.log if value is not None),
-        logged=Logged("" if overlap else "baseline", total, len(whole)) if total else None,
-        caution=overlap or " ".join(filter(None, (_slow_first(log), _too_quick(config, own)))),
+        logged=Logged("baseline", math.fsum(whole.values()), len(whole), SchedulingPolicy()) if whole else None,
         seed=config.seed,
     )
-
-
-def _from_one(log: Scalars) -> Scalars:
-    """Returns the log renumbered from step 1; the log of a resumed run begins later."""
-    before = min(log.series(f"{SECONDS}gen")) - 1
-    columns = {name: {step - before: value for step, value in of.items()} for name, of in log.columns.items()}
-    return replace(log, columns=columns)
 
 
 def _with_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanConfig:
@@ -187,56 +155,6 @@ def _with_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanCo
     return config.model_copy(update=new)
 
 
-def _overlap(log: Scalars) -> str:
-    """Returns that the log is of a run that overlaps steps; "" if nothing shows it.
-
-    Such a run trains on samples of the step before, so that after a validation the rewards are there already.
-    """
-    waits = log.series(f"{SECONDS}adv")
-    later = [seconds for step, seconds in waits.items() if step > 1]
-    if len(later) < 3 or (_blocks(log) and log.mean(f"{SECONDS}reward") > _HIDDEN_S):
-        return ""
-    usual = statistics.median(later)
-    after = [waits[step + 1] for step in log.series(f"{SECONDS}testing") if step > 0 and step + 1 in waits]
-    if usual < _HIDDEN_S or not after or statistics.median(after) >= usual / 2:
-        return ""
-    return (
-        f"this log is of a run that overlaps steps already, not of a baseline: steps usually wait {usual:.0f} s for "
-        f"rewards (timing_s/adv), those after a validation {statistics.median(after):.0f} s. Its waits do not show how "
-        "long rewards take."
-    )
-
-
-def _slow_first(log: Scalars) -> str:
-    """Returns that the log may be of a run that overlaps steps, as its first step waits longer; "" if not."""
-    waits = log.series(f"{SECONDS}adv")
-    later = [seconds for step, seconds in waits.items() if step > 1]
-    if len(later) < 3:
-        return ""
-    first, early = waits.get(1, 0.0), statistics.median(later[:_EARLY])
-    if first <= max(_SLOW_FIRST * early, early + _SLOW_FIRST_S):
-        return ""
-    return (
-        "this log may not be of a baseline, but of a run that overlaps steps already (off-policy): steps usually wait "
-        f"{early:.1f} s for rewards (timing_s/adv), its first step {first:.0f} s. A service that was slow at first "
-        "looks the same."
-    )
-
-
-def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
-    """Returns the sign that a log waits too short for the latency that the user gave; "" if it does not."""
-    if config.log.latency is None:
-        return ""
-    given = parse_distribution(config.log.latency, "log.latency").mean
-    if rewards.latency.mean >= _QUICK * given:
-        return ""
-    return (
-        f"the log's waits are those of rewards that take {figure(rewards.latency.mean, 3)} s, not the "
-        f"{figure(given, 3)} s of log.latency={config.log.latency}: its run may overlap rewards and updates "
-        "already (mini-batch), or have had more requests in flight than log.concurrency."
-    )
-
-
 def _blocks(log: Scalars) -> bool:
     """Returns whether the loop waits for its rewards before the log-probs.
 
@@ -258,29 +176,25 @@ def _every(log: Scalars, name: str) -> int:
     return min((b - a for a, b in pairwise(regular)), default=regular[0] if regular else 0)
 
 
-def _rewards(
-    log: Scalars, config: PlanConfig, concurrency: int, size: tuple[int, int], assumed: list[str], fit: bool
-) -> Rewards:
-    """Returns the reward service that the log ran with.
-
-    The latency is fitted to the log's waits; with ``fit`` off it is the one that the user gave.
-    """
+def _rewards(log: Scalars, config: PlanConfig, concurrency: int, size: tuple[int, int], assumed: list[str]) -> Rewards:
+    """Returns the reward service that the log ran with; its latency is fitted to the log's waits."""
     spec = config.log
     sent, rest = log.mean(f"{SECONDS}reward"), log.mean(f"{SECONDS}adv")
     unseen = math.fsum(log.mean(SECONDS + name) for name in ("old_log_prob", "ref", "values"))
     blocking = _blocks(log)
     wait, visible = (sent, sent > _HIDDEN_S) if blocking else (unseen + rest, rest > _HIDDEN_S)
-    if blocking and visible:
+    given = parse_distribution(spec.latency, "log.latency") if spec.latency is not None else None
+    if not visible:
+        assumed.append(
+            "the log shows no wait for rewards: their latency is taken as 0 (log.latency=...)."
+            if given is None
+            else f"log.latency={spec.latency} is taken as given: the log's waits do not show it."
+        )
+        return Rewards(given or Distribution("constant"), concurrency, spec.rpm)
+    if blocking:
         assumed.append(
             "the log waits for its rewards before the log-probs (timing_s/reward); dataflow does so after them."
         )
-    given = parse_distribution(spec.latency, "log.latency") if spec.latency is not None else None
-    if given is not None and (not fit or not visible):
-        assumed.append(f"log.latency={spec.latency} is taken as given: the log's waits do not show it.")
-        return Rewards(given, concurrency, spec.rpm)
-    if not visible:
-        assumed.append("the log shows no wait for rewards: their latency is taken as 0 (log.latency=...).")
-        return Rewards(Distribution("constant"), concurrency, spec.rpm)
     shape = given or parse_distribution("uniform:0:2")
     fitted = fit_latency(Rewards(shape, concurrency, spec.rpm), *size, wait, config.seed)
     seen = (

@@ -14,7 +14,7 @@ from dataflow.planning.planner import predict
 from dataflow.planning.simulation import Outcome
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Measured, Workload
-from dataflow.policy import preset
+from dataflow.policy import SchedulingPolicy, preset
 
 PUBLISHED = Path(__file__).parents[3].parent / "shared" / "data" / "traces"
 NEEDED = ("prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4")
@@ -56,7 +56,7 @@ def total(workload: Workload, policy: str) -> float:
 def test_a_baseline_is_predicted_as_it_was_logged(log: str) -> None:
     workload, _config = read_workload(log, [*NEEDED, "log.latency=10", "reward.agent=per-step"])
     assert workload.steps == 4
-    assert workload.logged == ("baseline", 262.0, 4, None)
+    assert workload.logged == ("baseline", 262.0, 4, SchedulingPolicy())
     assert workload.validation is not None
     assert (workload.validation.every, workload.validation.overlap) == (2, False)
     # Only the half second in which an idle agent looks for the next step is not in the log.
@@ -140,7 +140,7 @@ def test_a_validation_is_generation_and_scoring(log: str) -> None:
         ((*NEEDED, "log.rpm=1"), "requests a step cannot be answered in the 40 s"),
         (
             (*NEEDED[:3], "reward.concurrency=4"),
-            "does not say 'log.concurrency'; give log.concurrency=256 or what it is ",
+            "does not say 'log.concurrency'; give log.concurrency=256 or what it is.",
         ),
     ],
 )
@@ -200,62 +200,6 @@ def test_an_agent_that_never_idles_meets_the_lower_bound_within_1_percent() -> N
     assert workload.validation.overlap
     row = predict(workload, {"both": preset("both", 4)})[0]
     assert row.total_s <= 1.01 * row.lower_bound_s
-
-
-OVERLAPPED: dict[str, tuple[list[float], bool]] = {  # the waits of steps, each second of which validates
-    "a baseline": ([34, 33, 35, 34, 33, 34], False),
-    "off-policy": ([31, 17, 2, 19, 1, 19], True),
-    "no waits": ([0.5, 0.1, 0.1, 0.1, 0.1, 0.1], False),
-    "a log of two steps": ([31, 17], False),
-}
-
-
-@pytest.mark.parametrize("name", OVERLAPPED)
-def test_a_log_that_has_overlapped_is_said_to_be_no_baseline(name: str, tmp_path: Path) -> None:
-    waits, overlaps = OVERLAPPED[name]
-    steps = len(waits)
-    columns: dict[str, list[object]] = {
-        "gen": [10] * steps,
-        "old_log_prob": [5] * steps,
-        "adv": list(waits),
-        "update_actor": [4] * steps,
-        "testing": ["", 15, "", 15, "", 15, "", 15][:steps],
-        "step": [60] * steps,
-    }
-    path = write(tmp_path / "a.csv", columns)
-    if not overlaps:
-        workload, _config = read_workload(path, NEEDED)
-        assert not workload.caution
-        assert workload.logged == ("baseline", 60.0 * steps, steps, None)
-        return
-    with pytest.raises(ConfigError) as error:  # its waits cannot be fitted
-        read_workload(path, NEEDED[1:])
-    assert str(error.value).startswith("this log is of a run that overlaps steps already, not of a baseline: ")
-    assert "does not say prompts and log.latency; give prompts=1024 log.latency=uniform:1:40" in str(error.value)
-    workload, _config = read_workload(path, [*NEEDED, "log.latency=7"])
-    assert "overlaps steps already" in workload.caution
-    assert workload.rewards.latency.mean == 7
-    assert workload.logged == ("", 60.0 * steps, steps, None)
-    assert workload.loop is None
-
-
-def test_waits_too_short_for_the_latency_are_said(log: str) -> None:
-    workload, _config = read_workload(log, [*NEEDED, "log.latency=13"])
-    assert "the log's waits are those of rewards that take 10 s, not the 13 s of log.latency=13" in workload.caution
-    assert workload.logged is not None
-    assert workload.loop is not None
-    assert not read_workload(log, [*NEEDED, "log.latency=10.5"])[0].caution
-
-
-@pytest.mark.parametrize(
-    ("waits", "said"), [([400, 300, 299, 301], "its first step 400 s"), ([300, 290, 285, 280], "")]
-)
-def test_a_slow_first_step_is_a_doubt(waits: list[object], said: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", {"gen": [9] * 4, "adv": waits, "update_actor": [4] * 4, "step": [700] * 4})
-    plan = make_plan(path, NEEDED)
-    assert said in plan.workload.caution
-    assert bool(plan.workload.caution) == bool(said)
-    assert "or it waits for what this plan lacks" in plan.text(), "half of each step is of no stage"
 
 
 def steps_of(path: Path, **more: list[object]) -> str:
