@@ -190,8 +190,8 @@ def plan_keys() -> str:
 def verl_keys() -> str:
     """Returns what becomes of each of verl's keys."""
     said = (
-        "What becomes of each of verl's keys: [From verl](../from_verl.md). `listed unless` says when the new script "
-        "names a key without a counterpart. A name that ends with `*` stands for all keys that begin like it."
+        "What becomes of verl's keys: [From verl](../from_verl.md). A `*` stands for anything. Any other key has no "
+        "counterpart, and the new script names it unless it has verl's default."
     )
     return "\n\n".join(["# Keys of verl", said, table().replace("\n### ", "\n## ").replace("### ", "## ", 1)]) + "\n"
 

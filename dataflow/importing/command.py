@@ -8,23 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataflow.config.keys import verl_keys
-from dataflow.config.keys.verl_keys import Meaning
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.files import decoded, no_file, replaced, written
 from dataflow.importing import settings
 from dataflow.importing.imported import Imported, import_settings
 from dataflow.importing.script import MARK, launch_of, main_of
-
-_GROUPS = {
-    "Data": ("data.",),
-    "The model": ("actor_rollout_ref.hybrid", "actor_rollout_ref.nccl", "actor_rollout_ref.model."),
-    "Training and the loss": ("actor_rollout_ref.actor.", "actor_rollout_ref.ref."),
-    "Rollout": ("actor_rollout_ref.rollout.",),
-    "Algorithm": ("algorithm.",),
-    "Rewards": ("reward.", "custom_reward_function.", "reward_model.", "sandbox_fusion."),
-    "The critic": ("critic.",),
-    "The run": ("",),
-}
 
 
 def run(words: Sequence[str], out: str | None = None, as_json: bool = False, keys: bool = False) -> str:
@@ -61,10 +49,9 @@ def run(words: Sequence[str], out: str | None = None, as_json: bool = False, key
         temporary.write_text(text, encoding="utf-8")
         if not as_json:
             temporary.chmod(0o755)
-    keys_ = "1 key has" if len(found.lost) == 1 else f"{len(found.lost)} keys have"
-    lost = f"; {keys_} no counterpart, see its first lines" if found.lost else ""
-    missing = "; what is missing is in its first lines" if found.missing or found.unknown else ""
-    return f"{out}: {len(found.overrides)} overrides{missing}{lost}"
+    numbers = [counted(len(found.overrides), "override"), f"{counted(len(found.lost), 'key')} without a counterpart"]
+    missing = len(found.missing) + len(found.open)
+    return f"{out}: {', '.join([*numbers, *([f'{missing} missing'] if missing else [])])}; its first lines say which"
 
 
 def import_launch(words: Sequence[str]) -> Imported:
@@ -77,7 +64,7 @@ def import_launch(words: Sequence[str]) -> Imported:
     Raises:
         ConfigError: there is no launch, or it cannot be read, or not be run here.
     """
-    if not words:
+    if not words or "=" in words[0] or words[0].startswith("-"):
         raise ConfigError(
             "import-verl: give a launch script of verl, its resolved configuration (.yaml), or the launch itself, "
             "python -m verl.trainer.main_ppo ..."
@@ -86,11 +73,6 @@ def import_launch(words: Sequence[str]) -> Imported:
     if (at := main_of(words)) is not None:
         return import_settings(settings.of_launch(words[at + 1 :], "the launch"), "the launch", {})
     path = Path(name).expanduser()
-    if "=" in name or name.startswith("-"):
-        raise ConfigError(
-            f"import-verl: '{name}' is no file and no launch; give a script, or "
-            f"python -m verl.trainer.main_ppo {name} ..."
-        )
     if (why := no_file(path)) is not None:
         raise ConfigError(f"import-verl: {path}: {why}; give a launch script of verl, or its resolved configuration.")
     try:
@@ -108,23 +90,11 @@ def import_launch(words: Sequence[str]) -> Imported:
 
 
 def table() -> str:
-    """Returns verl's keys in Markdown, a heading and a table for each part of its configuration."""
-    rows = dict(verl_keys.keys())
-    parts = []
-    for title, prefixes in _GROUPS.items():
-        own = [key for key in rows if key.startswith(prefixes)]
-        lines = [_line(key, rows.pop(key)) for key in own]
-        parts.append("\n".join([f"### {title}", "", "| verl | here | |", "|---|---|---|", *lines]))
-    return "\n\n".join(parts)
-
-
-def _line(key: str, meaning: Meaning) -> str:
-    if meaning.moved is not None:
-        return f"| `{key}` | | moved to `{meaning.moved}` |"
-    said = [meaning.note] if meaning.note else []
-    if meaning.ours is None and meaning.fine is None:
-        said.append("listed unless it is verl's default")
-    elif isinstance(meaning.fine, list):
-        values = (f"`{'null' if each is None else each}`" for each in meaning.fine)
-        said.append(f"listed unless it is {' or '.join(values)}")
-    return f"| `{key}` | {f'`{meaning.ours}`' if meaning.ours else ''} | {'; '.join(said).replace('|', '/')} |"
+    """Returns verl's keys in Markdown, a heading and a table for each section of verl's configuration."""
+    parts: dict[str, list[str]] = {}
+    for key, ours, note in verl_keys.rows():
+        section = ".".join(key.split(".")[: 2 if key.startswith("actor_rollout_ref.") else 1])
+        line = f"| `{key}` | {f'`{ours}`' if ours else ''} | {note.replace('|', '/')} |"
+        parts.setdefault("In any section" if section.startswith("*") else f"`{section}`", []).append(line)
+    head = ["| verl | here | |", "|---|---|---|"]
+    return "\n\n".join("\n".join([f"### {title}", "", *head, *lines]) for title, lines in parts.items())

@@ -11,20 +11,18 @@ from typing import Any, NamedTuple
 from dataflow.config.keys import verl_keys, yaml_values
 from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import shortened
-from dataflow.errors import ConfigError, nearest
+from dataflow.errors import ConfigError
 from dataflow.importing.script import MARK, PRINTED
 
 BASES = {
-    "ppo_trainer": "_generated_ppo_trainer.yaml",
+    "ppo_trainer": "dp",
     "dp": "_generated_ppo_trainer.yaml",
-    "ppo_megatron_trainer": "_generated_ppo_megatron_trainer.yaml",
+    "ppo_megatron_trainer": "megatron",
     "megatron": "_generated_ppo_megatron_trainer.yaml",
     "torchtitan": "_generated_ppo_torchtitan_trainer.yaml",
     "veomni": "_generated_ppo_veomni_trainer.yaml",
 }
-"""verl's default configurations in one file each, by the name of the configuration and of the engine."""
-
-_MISSING = "???"
+"""verl's default configurations in one file each, by ``model_engine``, and the engine of each ``--config-name``."""
 
 
 class Missing(Exception):
@@ -69,37 +67,35 @@ class Settings(NamedTuple):
         value = self.values.get(key)
         if not marked and isinstance(value, str) and MARK.search(value):
             raise Missing(f"it follows from {key}={value}")
-        return default if value in (None, _MISSING) else value
+        return default if value in (None, "???") else value
+
+    def number(self, key: str) -> int:
+        """Returns a whole number of at least 1.
+
+        Raises:
+            ConfigError: it is another value.
+        """
+        value = self.get(key)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{key}={value}: give a whole number of at least 1 in the launch.")
+        return value
 
 
 @functools.cache
-def _read(file: str) -> dict[str, Any]:
-    """Returns one of verl's files; imports nothing of verl."""
+def defaults(engine: str) -> dict[str, Any]:
+    """Returns verl's default configuration of an engine, unresolved; imports nothing of verl.
+
+    Raises:
+        ConfigError: verl is not installed.
+    """
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None or importlib.util.find_spec("hydra") is None:
         raise ConfigError(
             "import-verl reads verl's own defaults, and verl is not installed; run pip install 'dataflow-rl[train]'."
         )
-    text = (Path(spec.origin).parent / "trainer" / "config" / file).read_text(encoding="utf-8")
-    read: dict[str, Any] = yaml_values.load(text)  # libyaml takes a hundredth of the time of OmegaConf's own reader
+    file = Path(spec.origin).parent / "trainer" / "config" / BASES[engine]
+    read: dict[str, Any] = yaml_values.load(file.read_text(encoding="utf-8"))  # OmegaConf's own reader takes seconds
     return read
-
-
-def defaults(base: str = "ppo_trainer") -> Any:
-    """Returns one of verl's default configurations, unresolved, as OmegaConf holds it.
-
-    Raises:
-        ConfigError: verl is not installed.
-    """
-    read = _read(BASES[base])
-    from omegaconf import OmegaConf
-
-    return OmegaConf.create(read)
-
-
-@functools.cache
-def _default_values(base: str) -> dict[str, Any]:
-    return _resolved(defaults(base), base)
 
 
 def of_launch(arguments: Sequence[str], name: str) -> Settings:
@@ -108,30 +104,23 @@ def of_launch(arguments: Sequence[str], name: str) -> Settings:
     Raises:
         ConfigError: an argument is none of Hydra's, or a value does not fit.
     """
-    base, texts = "ppo_trainer", []
+    engine, texts = "dp", []
     rest = iter(arguments)
     for argument in rest:
         option, _, value = argument.partition("=")
-        if not argument.startswith("-"):
+        if option == "model_engine":
+            engine = value
+        elif not argument.startswith("-"):
             texts.append(argument)
         elif option in ("--config-name", "-cn"):
             base = (value or next(rest, "")).removesuffix(".yaml")
-            if base not in BASES:
-                raise ConfigError(
-                    f"{name}: {option}={base} is a configuration of its own, which is not read; {PRINTED}."
-                )
+            engine = BASES.get(base, base)
         elif option not in ("--config-path", "-cp") or (value or next(rest, "")).strip("./") != "config":
             raise ConfigError(f"{name}: the option {option} is not read; {PRINTED}.")
-    _read(BASES[base])  # before Hydra is imported, which comes with verl
-    overrides = []
-    for key, value in _overrides(texts, name):
-        if key == "model_engine":
-            if value not in BASES:
-                raise ConfigError(f"{name}: model_engine={value} is none of verl's{nearest(str(value), BASES)}.")
-            base = str(value)
-        elif not key.startswith("hydra."):
-            overrides.append((key, value))
-    return _laid_over(base, overrides, name)
+    if engine not in BASES:
+        raise ConfigError(f"{name}: '{engine}' is no engine or configuration of verl itself; {PRINTED}.")
+    defaults(engine)  # before Hydra is imported, which comes with verl
+    return _laid_over(engine, _overrides(texts, name), name)
 
 
 def of_file(text: str, name: str) -> Settings:
@@ -144,7 +133,6 @@ def of_file(text: str, name: str) -> Settings:
     Raises:
         ConfigError: it is no such configuration.
     """
-    _read(BASES["dp"])
     try:
         given = yaml_values.load(text)
     except ValueError as error:
@@ -160,13 +148,11 @@ def of_file(text: str, name: str) -> Settings:
 def _overrides(texts: Sequence[str], name: str) -> Iterable[tuple[str, Any]]:
     """Yields the key and the value of each argument."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    parser = OverridesParser.create()
     for text in texts:
         try:
-            override = parser.parse_override(text)
+            override = OverridesParser.create().parse_override(text)
             value = _plain(override.value())
         except HydraException as error:
             reason = shortened(str(error).splitlines()[0])
@@ -175,9 +161,9 @@ def _overrides(texts: Sequence[str], name: str) -> Iterable[tuple[str, Any]]:
             ) from error
         if override.is_sweep_override():
             raise ConfigError(f"{name}: '{text}' is a sweep over several values; give one of them.")
-        value = None if override.type == OverrideType.DEL else value
         key = override.key_or_group
-        yield from flat(value, key) if isinstance(value, dict) and value else [(key, value)]
+        if not key.startswith("hydra."):
+            yield from flat(value, key) if isinstance(value, dict) and value else [(key, value)]
 
 
 def _plain(value: Any) -> Any:
@@ -189,27 +175,35 @@ def _plain(value: Any) -> Any:
     return value.text if hasattr(value, "text") and hasattr(value, "quote") else value
 
 
-def _laid_over(base: str, overrides: Iterable[tuple[str, Any]], name: str) -> Settings:
+def _laid_over(engine: str, overrides: Iterable[tuple[str, Any]], name: str) -> Settings:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    whole, given = defaults(base), []
+    whole, given = OmegaConf.create(defaults(engine)), dict[str, None]()
     for key, value in overrides:
         try:
             OmegaConf.update(whole, key, value, force_add=True)
         except OmegaConfBaseException as error:
             shown = f"{key}={shortened(value)}"
             raise ConfigError(f"{name}: '{shown}' does not fit verl's configuration; correct it.") from error
-        given.append(key)
+        given[key] = None
     values = _resolved(whole, name)
-    names = {key: None for key in given if key in values}
-    for key in [*names]:  # verl takes the keys of its earlier versions for their present ones
-        if (target := verl_keys.moved(key)) is not None:
-            del names[key]
-            if values[key] is not None:
-                values[target] = values[key]
-                names[target] = None
-    return Settings(values, tuple(names), _default_values(base))
+    for key in [key for key in given if verl_keys.moved(key) is not None]:
+        del given[key]
+        if (value := values.pop(key)) is not None:  # verl takes the keys of its earlier versions for their present ones
+            target = str(verl_keys.moved(key))
+            values[target] = value
+            given[target] = None
+    # What another engine's file changes in FSDP's is a choice, too.
+    verls = _default_values(engine) | _default_values("dp")
+    return Settings(values, tuple(key for key in given if key in values), verls)
+
+
+@functools.cache
+def _default_values(engine: str) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    return _resolved(OmegaConf.create(defaults(engine)), engine)
 
 
 def _resolved(whole: Any, name: str) -> dict[str, Any]:

@@ -31,10 +31,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_script_is_printed_or_written(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-verl", "launch.sh"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("#!/usr/bin/env bash\n# Made by 'dataflow import-verl' from launch.sh (verl 0.9).\n")
+    assert printed.startswith("#!/usr/bin/env bash\n# Made by 'dataflow import-verl' from launch.sh (verl 0.9)")
     for words in (["-o", "new.sh", "launch.sh"], ["launch.sh", "-o", "new.sh"]):
         assert main(["import-verl", *words]) == 0
-        assert "new.sh: 31 overrides; 1 key has no counterpart" in capsys.readouterr().out
+        assert "new.sh: 32 overrides, 1 key without a counterpart; its first lines" in capsys.readouterr().out
         assert Path("new.sh").read_text() == printed
         assert os.access("new.sh", os.X_OK)
         Path("new.sh").unlink()
@@ -64,7 +64,7 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["odd.yaml"], "odd.yaml cannot be read as YAML: "),
         (["other.yaml"], "it is no configuration of verl"),
         (["resolved.yaml", "a=1"], "is a whole configuration; change it there"),
-        (["data.train_batch_size=5"], "is no file and no launch"),
+        (["data.train_batch_size=5"], "give a launch script of verl"),
         (["launch.sh", "-o"], "-o needs the name of the script to write"),
         (["launch.sh", "trainer.n_gpus_per_node=0", "-o", "kept.sh"], "trainer.n_gpus_per_node=0: give a whole number"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,3 +19,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(inner, key)
         else:
             yield key, inner
+
+
+def at(values: Any, key: str) -> Any:
+    """Returns what a section or a mapping has at a dotted key; None for a name that a mapping has not."""
+
+    def inner(held: Any, name: str) -> Any:
+        return held.get(name) if isinstance(held, Mapping) else getattr(held, name, None)
+
+    return functools.reduce(inner, key.split("."), values)

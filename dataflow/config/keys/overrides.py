@@ -209,11 +209,9 @@ def _sentence(cls: type[BaseModel], error: ValidationError) -> str:
 
 def _unknown(cls: type[BaseModel], key: str) -> str:
     """Returns a sentence about an unknown key: what another program's is called here, or which key was meant."""
-    elsewhere = getattr(cls, "elsewhere", lambda key, exactly=False: None)
+    elsewhere = getattr(cls, "elsewhere", lambda key: None)
     head, keys = f"unknown key '{shortened(key)}'", [".".join(path) for path, _info in fields(cls)]
-    if (
-        message := elsewhere(key, exactly=True)
-    ) is not None:  # before it is taken for a misspelt key of another meaning
+    if (message := elsewhere(key)) is not None:  # before it is taken for a misspelt key of another meaning
         return f"{head}; {message}"
     section, _, leaf = key.lstrip("+~-").lower().replace("-", "_").replace("/", ".").rpartition(".")
     inner = _section(_annotation(cls, section.split("."))) if section else None
@@ -221,8 +219,6 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     found = leaf if leaf in beside or (not section and leaf in keys) else alike(leaf, beside)
     if found is not None:
         return f"{head}; did you mean '{f'{section}.{found}' if section else found}'?"
-    if (message := elsewhere(key)) is not None:
-        return f"{head}; {message}"
     if section in keys and inner is None:
         return f"{head}; did you mean '{section}'?"
     leaves: dict[str, list[str]] = {}

@@ -1,72 +1,99 @@
-"""verl's configuration keys and their names here: answers to keys that are verl's.
-
-The table is ``verl_keys.yaml`` beside this file; its first lines describe it.
-"""
+"""verl's configuration keys and their names here: the table ``verl_keys.yaml``, whose first lines describe it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any
 
 from dataflow.config.keys import yaml_values
 
-TABLE = "verl_keys.yaml"
-_NO_CRITIC = "critic"
-"""The section whose sentence answers a key of the critic in a pipeline without one."""
+ACTOR, CRITIC = "actor_rollout_ref.actor.", "critic."
+_SECTIONS = ("actor_rollout_ref", "global_profiler", "ray_kwargs", "reward_model")
+_COMMON = {
+    "batch_size": "data.prompts", "train_batch_size": "data.prompts", "epochs": "steps", "num_epochs": "steps",
+    "num_train_epochs": "steps", "max_steps": "steps", "learning_rate": "trainer.lr", "num_generations": "engine.n",
+    "gpus": "trainer.world_size", "num_gpus": "trainer.world_size",
+}  # fmt: skip
+"""What other trainers call a key."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """The equivalent of a verl key.
+    """What a verl key means here.
 
     Attributes:
-        ours: the key, None if there is none.
-        note: the difference, or the reason for having none.
-        how: name of the conversion of verl's value; "" if ours takes it unchanged.
-        fine: values of a key without a counterpart that change nothing here: a list, "any", or None for verl's default.
-        moved: the present name of a key of earlier versions.
+        ours: the key here; None if there is none.
+        note: how they differ by more than the name, or what to do without a counterpart; "" if there is nothing to say.
+        fine: whether a key without a counterpart may have any value.
     """
 
     ours: str | None = None
     note: str = ""
-    how: str = ""
-    fine: Any = None
-    moved: str | None = None
+    fine: bool = False
 
 
 @functools.cache
-def _table() -> tuple[Mapping[str, Meaning], Mapping[str, str]]:
-    read = yaml_values.load(resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))
-    return {key: Meaning(**row) for key, row in read["keys"].items()}, read["sections"]
+def table() -> Mapping[str, Any]:
+    """Returns the table, whose section ``ours`` has all keys with a counterpart, with their meaning."""
+    read = yaml_values.load(resources.files(__package__).joinpath("verl_keys.yaml").read_text(encoding="utf-8"))
+    names = {f"{group['of']}.{key}": f"{group['ours']}.{key}" for group in read["alike"] for key in group["keys"]}
+    names |= read["ours"]
+    trained = {key: key.rpartition(".")[2] for key in read["trained_alike"]} | read["trained"]
+    for key, ours in trained.items():
+        actors, critics = twins(key)
+        names |= {actors: f"trainer.{ours}", critics: f"critic.{ours}"}
+    found = {key: re.fullmatch(r"(\S+)(?: \((.*)\))?", text) for key, text in names.items()}
+    return {**read, "ours": {key: Meaning(each[1], each[2] or "") for key, each in found.items() if each is not None}}
+
+
+def twins(key: str) -> tuple[str, str]:
+    """Returns a key that the actor and the critic both have, as the key of either.
+
+    >>> twins("fsdp_config.param_offload")
+    ('actor_rollout_ref.actor.fsdp_config.param_offload', 'critic.fsdp.param_offload')
+    """
+    actor = f"actor_rollout_ref.{key}" if key.startswith("model.") else ACTOR + key
+    return actor, CRITIC + key.replace("fsdp_config.", "fsdp.")
 
 
 def keys() -> Mapping[str, Meaning]:
-    """Returns the table; a name that ends with ``*`` stands for all keys that begin like it."""
-    return _table()[0]
+    """Returns what each key with a counterpart means."""
+    ours: Mapping[str, Meaning] = table()["ours"]
+    return ours
 
 
-def sections() -> Mapping[str, str]:
-    """Returns the sentences about verl's sections."""
-    return _table()[1]
+def find(key: str, value: Any = None) -> Meaning | None:
+    """Returns what a verl key means; None if the table does not name it.
 
+    Args:
+        key: verl's.
+        value: verl's, which may mean what happens here in any case.
 
-def find(key: str) -> tuple[str, Meaning] | None:
-    """Returns the row of a verl key and its name; None if the table does not know the key.
-
-    >>> find("data.train_batch_size")[1].ours
+    >>> find("data.train_batch_size").ours
     'data.prompts'
-    >>> find("global_profiler.tool")[0]
-    'global_profiler.*'
+    >>> find("data.apply_chat_template_kwargs.enable_thinking").ours
+    'data.apply_chat_template_kwargs.enable_thinking'
     """
-    known = keys()
-    if key in known and not key.endswith("*"):
-        return key, known[key]
-    fitting = [name for name in known if name.endswith("*") and key.startswith(name[:-1])]
-    name = max(fitting, key=len, default=None)
-    return None if name is None else (name, known[name])
+    if key in keys():
+        return keys()[key]
+    for name in sorted((name for name in keys() if name.endswith(".*")), key=len, reverse=True):
+        if key.startswith(name[:-1]):
+            found = keys()[name]
+            below = (
+                f"{found.ours[:-1]}{key[len(name) - 1 :]}" if found.ours and found.ours.endswith("*") else found.ours
+            )
+            return Meaning(below, found.note)
+    if any(fnmatchcase(f"{key}={value}", pattern) for pattern in table()["same"]):
+        return Meaning(fine=True)
+    for pattern, note in table()["lost"].items():
+        if fnmatchcase(key, pattern):
+            return Meaning(note=note)
+    return Meaning(fine=True) if any(fnmatchcase(key, pattern) for pattern in table()["fine"]) else None
 
 
 def moved(key: str) -> str | None:
@@ -77,34 +104,17 @@ def moved(key: str) -> str | None:
     >>> moved("data.seed") is None
     True
     """
-    found = find(key)
-    if found is None or found[1].moved is None:
-        return None
-    name, target = found[0], found[1].moved
-    return target[:-1] + key[len(name) - 1 :] if target.endswith("*") else target
+    for name, present in table()["moved"].items():
+        if key == name or (name.endswith("*") and key.startswith(name[:-1])):
+            return str(present).removesuffix("*") + (key[len(name) - 1 :] if name.endswith("*") else "")
+    return None
 
 
-COMMON: dict[str, tuple[str, str]] = {
-    "batch_size": ("data.prompts", "the number of prompts in a step, each with engine.n responses"),
-    "train_batch_size": ("data.prompts", "the number of prompts in a step, each with engine.n responses"),
-    "epochs": ("steps", "the number of training steps; trainer.epochs counts the passes over a step's samples"),
-    "num_epochs": ("steps", "the number of training steps"),
-    "num_train_epochs": ("steps", "the number of training steps"),
-    "max_steps": ("steps", "the number of training steps"),
-    "learning_rate": ("trainer.lr", "the learning rate"),
-    "num_generations": ("engine.n", "the number of responses to a prompt"),
-    "gpus": ("trainer.world_size", "the number of training processes"),
-    "num_gpus": ("trainer.world_size", "the number of training processes"),
-}
-"""What other trainers call a key, without a section: our key, and what it is."""
-
-
-def hint(key: str, exactly: bool = False, critic: bool = False) -> str | None:
-    """Returns the name of a verl key here, as part of a message; None for a key that verl does not have.
+def hint(key: str, critic: bool = False) -> str | None:
+    """Returns the name of another program's key here, as part of a message; None for a key that is not verl's.
 
     Args:
         key: as the user wrote it.
-        exactly: ignore unknown keys of verl's sections.
         critic: whether the pipeline has a critic.
 
     >>> hint("data.train_batch_size")
@@ -115,41 +125,28 @@ def hint(key: str, exactly: bool = False, critic: bool = False) -> str | None:
     True
     """
     key = key.lstrip("+~")  # Hydra's marks of keys to add or remove
-    if key in COMMON:
-        ours, meaning = COMMON[key]
-        return f"'{ours}' is {meaning}."
-    row = keys().get(key)
-    if row is not None and row.ours != key:  # a key of the same name and meaning is no unknown one
-        return _answer(key, row, critic)
-    return None if exactly else _section_of(key, critic)
-
-
-def _of_critic(key: str, row: Meaning | None) -> bool:
-    return key.startswith("critic.") or (row is not None and (row.ours or "").startswith("critic."))
-
-
-def _answer(name: str, row: Meaning, critic: bool) -> str | None:
-    if not critic and _of_critic(name, row):
-        return f"verl's '{name}' has no counterpart here: {sections()[_NO_CRITIC]}."
-    if row.moved is not None:
-        target = keys().get(row.moved)
-        if target is None or target.ours == name:
-            return None
-        row = target
-    name = name.removesuffix("*").rstrip(".")
-    if row.ours is None:
-        return f"verl's '{name}' has no counterpart here: {row.note}."
-    return f"verl's '{name}' is '{row.ours}' here{f': {row.note}' if row.note else ''}."
-
-
-def _section_of(key: str, critic: bool) -> str | None:
-    """Returns the answer to a key in one of verl's sections, by the innermost that the table knows."""
-    section = key
-    while section:
-        row = keys().get(f"{section}.*")
-        if row is not None and row.moved is None:
-            return _answer(section, row, critic)
-        if section in sections() and not (critic and section == _NO_CRITIC):
-            return f"verl's section '{section}' is not one here: {sections()[section]}."
-        section = section.rpartition(".")[0]
+    if key in _COMMON:
+        return f"it is '{_COMMON[key]}' here."
+    section = key.partition(".")[0]
+    if section == "critic" and not critic:
+        return "this pipeline has no critic; pipelines/ppo_critic.py trains one."
+    found = find(moved(key) or key)
+    if found is not None and found.ours not in (None, key):
+        return f"verl's '{key}' is '{found.ours}' here{f': {found.note}' if found.note else ''}."
+    if found is not None and found.note:
+        return f"verl's '{key}' has no counterpart here: {found.note}."
+    if section in _SECTIONS:
+        return "'dataflow import-verl --keys' lists verl's keys and their names here."
     return None
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Yields (verl's key, ours, what is to be said) of the whole table."""
+    for key, meaning in keys().items():
+        yield key, meaning.ours or "", meaning.note
+    for key, present in table()["moved"].items():
+        yield key, "", f"moved to {present}"
+    for key, note in table()["lost"].items():
+        yield key, "", note
+    for key in table()["fine"]:
+        yield key, "", "needs nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -47,10 +48,5 @@ class CriticConfig(TrainedConfig):
             check_split(policy, self.mini_batches, "critic.mini_batches")
 
 
-def hint(key: str, exactly: bool = False) -> str | None:
-    """Returns the name of a verl key in a pipeline with a critic, as :func:`dataflow.config.keys.verl_keys.hint` does.
-
-    >>> hint("critic.optim.lr")
-    "verl's 'critic.optim.lr' is 'critic.lr' here."
-    """
-    return verl_keys.hint(key, exactly, critic=True)
+hint = functools.partial(verl_keys.hint, critic=True)
+"""Answers a key of verl in a pipeline with a critic."""
