@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dataflow.errors import PipelineError, alike, nearest
+from dataflow.errors import PipelineError, alike, counted, nearest
 from dataflow.stage import Carried, Hosted, Lag, Latest, Piece, Read, Role, Stage, TaskInfo, names_of, stage
 
 if TYPE_CHECKING:
@@ -54,8 +54,14 @@ class Pipeline:
         self.stages = tuple(stages)
         if odd := [each for each in self.stages if not isinstance(each, Stage)]:
             raise PipelineError(f"{odd[0]!r} in a pipeline is no stage; write @stage(...) above the function.")
-        self.inputs = names_of(inputs, "Pipeline(inputs)")
-        self.resources = _resources_of(self.stages, resources)
+        self.inputs = names_of(inputs)
+        # Recipes give all of theirs: another one, which no stage runs on, would be an empty row of the timeline.
+        used = {s.on for s in self.stages} if resources else RESOURCES
+        usual = {name: slots for name, slots in RESOURCES.items() if name in used and name not in (resources or ())}
+        self.resources: dict[str, int | None] = {**usual, **(resources or {})}
+        for name, slots in self.resources.items():
+            if slots is not None and slots < 1:
+                raise PipelineError(f"resource '{name}' has {slots} slots; give 1 or more, or None for no limit.")
         self.by_name: dict[str, Stage] = {}
         self.writer: dict[str, Stage] = {}
         for s in self.stages:
@@ -95,16 +101,23 @@ class Pipeline:
         for name, lag, optional in s.reads:
             if name in self.inputs:
                 continue
-            if optional and name not in self.writer:
-                self._check_absent(s, name)
+            if name not in self.writer and optional:
+                # Absent because nobody writes it, not for its spelling.
+                if (other := alike(name, sorted(self._unread))) is not None:
+                    raise PipelineError(
+                        f"stage '{s.name}' reads the optional field '{name}', which no stage writes, and "
+                        f"'{self.writer[other].name}' writes '{other}', which no stage reads; give both one name."
+                    )
                 continue
             if name not in self.writer:
                 known = [*self.writer, *self.inputs]
                 guess = nearest(name, known)
                 by = next((f" (written by '{self.writer[w].name}')" for w in self.writer if f"'{w}'" in guess), "")
-                words = f"{guess[:-1]}{by}?" if guess else f"; known fields: {', '.join(known) or 'none'}; name it in "
-                words += "" if guess else "inputs=, or write it."
-                raise PipelineError(f"stage '{s.name}' reads field '{name}', but no stage writes it{words}")
+                hint = f"; known fields: {', '.join(known) or 'none'}; name it in inputs=, or write it."
+                raise PipelineError(
+                    f"stage '{s.name}' reads field '{name}', but no stage writes it"
+                    + (f"{guess[:-1]}{by}?" if guess else hint)
+                )
             source = self.writer[name]
             if source.every is not None and lag != "none":
                 raise PipelineError(
@@ -120,12 +133,6 @@ class Pipeline:
             if name not in self.by_name:
                 raise PipelineError(
                     f"stage '{s.name}' is after '{name}', which is not a stage{nearest(name, self.by_name) or '.'}"
-                )
-        if s.ahead_of is not None:
-            other = self.by_name.get(s.ahead_of)
-            if other is None or other is s or s.every is None or s.every != other.every:
-                raise PipelineError(
-                    f"stage '{s.name}' is ahead of '{s.ahead_of}'; give another stage, and both the same every=."
                 )
         s.check()
 
@@ -144,14 +151,6 @@ class Pipeline:
     @functools.cached_property
     def _unread(self) -> frozenset[str]:
         return frozenset(self.writer).difference(r.field for s in self.stages for r in s.reads)
-
-    def _check_absent(self, s: Stage, name: str) -> None:
-        """Checks that an optional field is absent because nobody writes it, not for its spelling."""
-        if (other := alike(name, sorted(self._unread))) is not None:
-            raise PipelineError(
-                f"stage '{s.name}' reads the optional field '{name}', which no stage writes, and "
-                f"'{self.writer[other].name}' writes '{other}', which no stage reads; give both one name."
-            )
 
     def _first_collector(self) -> Stage | None:
         """Returns the first collector listed that is not downstream of another one."""
@@ -251,7 +250,19 @@ class Pipeline:
         wide = max((len(s.name) for s in self.stages), default=0)
         lines = []
         for s in self.order:
-            facts = s.words()
+            facts = [f"on {s.on}"]
+            if s.per != "step":
+                facts.append(f"once a {s.per}" + (" where the policy streams" if s.per == "chunk" else ""))
+            if s.mini_batches is not None:
+                facts.append(counted(s.mini_batches, "mini-batch"))
+            if s.epochs > 1:
+                facts.append(f"{s.epochs} epochs over each {s.epochs_over}")
+            if s.streams:
+                facts.append("can stream")
+            if s.every is not None:
+                facts.append("every step" if s.every == 1 else f"every {s.every} steps")
+            if s.host is not None:
+                facts.append(f"in {s.host.name}" + (f" x{s.host.ranks}" if s.host.ranks > 1 else ""))
             if s.collects and (first := self.collector) is not None and len(self.collectors) > 1:
                 facts.append("forms the parts" if s is first else f"the same groups as {first.name}")
             lines.append(f"{s.name:<{wide}}  {', '.join(facts)}")
@@ -264,21 +275,6 @@ class Pipeline:
             if s.writes:
                 lines.append(f"{'':<{wide}}    writes {', '.join(s.writes)}")
         return "\n".join([*lines, *self.unread()])
-
-
-def _resources_of(stages: Iterable[Stage], given: Mapping[str, int | None] | None) -> dict[str, int | None]:
-    """Returns the slots of each resource of a pipeline: those given, and those of :data:`RESOURCES` in use.
-
-    Raises:
-        PipelineError: a number of slots is none.
-    """
-    # Recipes give all of theirs: another one, which no stage runs on, would be an empty row of the timeline.
-    used = {s.on for s in stages} if given else RESOURCES.keys()
-    more = {name: slots for name, slots in RESOURCES.items() if name in used and name not in (given or ())}
-    for name, slots in (given or {}).items():
-        if slots is not None and (not isinstance(slots, int) or slots < 1):
-            raise PipelineError(f"resource '{name}' has {slots!r} slots; give 1 or more, or None for no limit.")
-    return {**more, **(given or {})}
 
 
 class TaskId(NamedTuple):
@@ -322,7 +318,7 @@ class Task:
         aligned: the fields it writes that other stages read together with its inputs, row by row within each group.
         keeps: whether these fields hold exactly the groups of its inputs; else it may select some of them.
         rank: place in the pipeline's order; breaks ties.
-        max_staleness: of the policy at its step; of a stage that saves, the number of later steps sampled before.
+        max_staleness: of the policy at its step.
     """
 
     id: TaskId

@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import functools
 import graphlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -207,10 +206,9 @@ def expand(
     for each in schedule.policies:
         _check(pipeline, each, mini_batches, groups)
     # Each policy alone, and the steps around each change.
-    spans = [PolicySchedule(((1, each),)) for each in schedule.policies]
-    spans += [_around(schedule, step) for step, _policy in schedule.changes if first < step <= steps]
-    facts = json.dumps(pipeline.facts())
-    reaches = [_reach(facts, span, mini_batches, groups) for span in spans]
+    changes = [step for step, _policy in schedule.changes if first < step <= steps]
+    spans = [*(PolicySchedule(((1, each),)) for each in schedule.policies), *(_around(schedule, at) for at in changes)]
+    reaches = [_reach(pipeline, tuple((at, each.max_staleness) for at, each in span.changes)) for span in spans]
     unroller = Unroller(pipeline, schedule, range(first, steps + 1), mini_batches, groups)
     numbers = [unroller.numbers_of(each) for each in schedule.policies]
 
@@ -236,19 +234,12 @@ def expand(
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What a policy makes of one step.
-
-    Attributes:
-        pieces: in how many pieces each stage works on the step, one after the other: chunks, parts or mini-batches.
-        tasks: of each stage, one for each piece and epoch.
-        chunks: that a streaming stage emits; 1 for none.
-        split: parts of the step.
-        in_a_part: groups of a part; None for all of the step.
-        staleness: 0 if a carried field is read from the step before, k if from k steps before that.
-    """
+    """What a policy makes of one step."""
 
     pieces: Mapping[str, int]
+    """In how many pieces each stage works on the step, one after the other: chunks, parts or mini-batches."""
     tasks: Mapping[str, int]
+    """Of each stage, one for each piece and epoch."""
     chunks: int
     split: int
     in_a_part: int | None
@@ -260,15 +251,7 @@ class _Numbers:
 
 
 class Unroller:
-    """Makes the tasks of one step after the other.
-
-    Args:
-        pipeline: the stages of one step.
-        schedule: the policy of each step.
-        steps: the steps to run.
-        mini_batches: optimizer steps in a step.
-        groups: prompt groups that a step trains on, where known.
-    """
+    """Makes the tasks of one step after the other; for its arguments see :func:`expand`."""
 
     def __init__(
         self, pipeline: Pipeline, schedule: PolicySchedule, steps: range, mini_batches: int, groups: int | None
@@ -373,9 +356,8 @@ class Unroller:
         # What was declared to come first: after= of this stage, and ahead_of= of others.
         for name in s.after:
             deps += self._beside(self.pipeline.by_name[name], s, step, part)
-        ahead = self.sampled_ahead(step) if s.name in self._early else ()
         for early in self._early.get(s.name, ()):
-            deps += [i for later in ahead for i in self._ids(early, later)]
+            deps += [i for later in self.sampled_ahead(step) for i in self._ids(early, later)]
         # The tasks of its own stage before it, and the readers of the state that it overwrites.
         writes_state = s.name in self._writing
         if part and (s.collects or writes_state or s.epochs > 1):
@@ -395,7 +377,7 @@ class Unroller:
             aligned=self._aligned[s.name],
             keeps=s.name not in self._chooses,
             rank=rank,
-            max_staleness=len(ahead) if s.name in self._early else numbers.staleness,
+            max_staleness=numbers.staleness,
         )
 
     def _input(self, s: Stage, step: int, part: int, read: Read) -> Input:
@@ -553,16 +535,7 @@ def divisors(n: int) -> list[int]:
 
 
 def check_batch(prompts: int, mini_batches: int, key: str = "mini_batches") -> None:
-    """Checks that whole groups fill the mini-batches evenly.
-
-    Args:
-        prompts: groups in a step.
-        mini_batches: optimizer steps in a step.
-        key: by which they were given, for the message.
-
-    Raises:
-        PolicyError: the message lists the valid numbers.
-    """
+    """Checks that whole groups fill the mini-batches evenly; ``key`` says which number the user gave."""
     if mini_batches < 1 or prompts % mini_batches:
         raise PolicyError(
             f"{key}={mini_batches} does not divide {prompts} prompt groups; use {_or(divisors(prompts))}."
@@ -570,16 +543,7 @@ def check_batch(prompts: int, mini_batches: int, key: str = "mini_batches") -> N
 
 
 def check_split(policy: SchedulingPolicy, mini_batches: int, key: str = "mini_batches") -> None:
-    """Checks that the policy's parts are made of whole mini-batches.
-
-    Args:
-        policy: whose ``split`` is the number of parts.
-        mini_batches: optimizer steps in a step.
-        key: by which they were given, for the message.
-
-    Raises:
-        PolicyError: the message lists the valid numbers.
-    """
+    """Checks that the policy's parts are made of whole mini-batches; ``key`` says which number the user gave."""
     if mini_batches < 1 or mini_batches % policy.split:
         raise PolicyError(
             f"policy.split={policy.split} does not divide {key}={mini_batches}; "
@@ -661,31 +625,27 @@ def _around(schedule: PolicySchedule, step: int) -> PolicySchedule:
     return PolicySchedule(((1, schedule.at(least)), *near))
 
 
-@functools.lru_cache(maxsize=256)
-def _reach(facts: str, schedule: PolicySchedule, mini_batches: int, groups: int | None) -> int:
+@functools.lru_cache(maxsize=64)
+def _reach(pipeline: Pipeline, staleness: tuple[tuple[int, int], ...]) -> int:
     """Returns how many steps ahead a task may depend on another, so that the window holds both.
 
-    The next write of a state waits for readers in later steps, which may wait for other writes in turn. Optional
-    stages count at every step here, so that a wrong pipeline fails in a short run as in a long one.
+    The next write of a state waits for readers in later steps, which may wait for other writes in turn. Parts, epochs
+    and chunks change nothing of this, so each stage has one task here; and optional stages run at every step, so that a
+    wrong pipeline fails in a short run as in a long one.
 
     Args:
-        facts: of the pipeline, in JSON: plans and runs that change their policy ask for the same again.
-        schedule: the policy of each step.
-        mini_batches: see :func:`expand`.
-        groups: likewise.
-
-    Raises:
-        PipelineError: tasks depend on each other, or on ever later steps.
+        pipeline: the stages of one step.
+        staleness: (step, k): the max_staleness from that step on, the first one from step 1 on.
     """
-    longest, last = 1 + schedule.most, schedule.changes[-1][0]
+    longest, last = 1 + max(k for _step, k in staleness), staleness[-1][0]
     # A change adds no dependency that is longer than those under each policy, but it may close a circle. The tasks of
     # steps 1..known count; none of a valid pipeline depends more than half steps ahead.
     known, half = (4 * longest, 4 * longest) if last == 1 else (last + longest, 2 * longest)
-    given = Pipeline.from_facts(json.loads(facts))
-    always = Pipeline([replace(s, every=s.every and 1) for s in given.stages], given.inputs, given.resources)
+    single = [replace(s, every=s.every and 1, mini_batches=None, epochs=1) for s in pipeline.stages]
+    schedule = PolicySchedule(tuple((step, SchedulingPolicy(max_staleness=k)) for step, k in staleness))
     steps = range(1, known + half + 1)
-    unroll = Unroller(always, schedule, steps, mini_batches, groups).step
-    deps = {t.id: [always.task_of(dep) for dep in t.deps] for step in steps for t in unroll(step)}
+    unroll = Unroller(Pipeline(single, pipeline.inputs, pipeline.resources), schedule, steps, 1, None).step
+    deps = {t.id: t.deps for step in steps for t in unroll(step)}
     latest: dict[TaskId, int] = {}
     try:
         for i in graphlib.TopologicalSorter(deps).static_order():

@@ -12,7 +12,7 @@ import os
 import re
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -143,7 +143,8 @@ class Runner:
         self.trace = trace
         self._on_step = on_step
         self._parts = Parts(graph)
-        self._inputs = _Inputs(inputs, self._parts, executor.put, handles or {})
+        self._inputs, self._handles = inputs, handles or {}
+        self._fetched: dict[tuple[str, int], Any] = {}  # handles of inputs, and what their functions raised
         self._tasks: dict[TaskId, _Running] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
         self._newest = graph.first  # step whose inputs were fetched, some of them ahead
@@ -291,7 +292,7 @@ class Runner:
 
     def _failed(self, running: _Running, error: BaseException) -> list[Instruction]:
         task = running.task
-        instructions = self.scheduler.handle(TaskFailed(task.id, message_of(error)))
+        instructions = self.scheduler.handle(TaskFailed(task.id))
         if self._failure is None:
             elapsed = self.executor.now() - running.since
             self._failure = _failure(task, error, elapsed, self.scheduler.story(task.id))
@@ -362,7 +363,7 @@ class Runner:
                         self._report_step(step, late)
                     self._parts.release(step)
                     self._values.pop(step, None)
-                    self._inputs.release(step)
+                    self._fetched = {key: handle for key, handle in self._fetched.items() if key[1] != step}
                 case Cancel(id=task):
                     self._tasks.pop(task, None)
                     self.executor.cancel(task)
@@ -372,10 +373,13 @@ class Runner:
 
     def _fetch_ahead(self, step: int) -> None:
         """Fetches inputs of a step while the tasks before it run, so that none of its own waits for them."""
-        if self._inputs.ahead and self._newest < step <= self.graph.steps:
-            self._newest = step
-            read = (item for task in self.graph.unroll(step) for item in task.inputs)
-            self._inputs.fetch_ahead(step, {i.field for i in read if not i.sources and not i.state})
+        ahead = {name for name, function in self._inputs.items() if isinstance(function, Ahead)}
+        if not ahead or not self._newest < step <= self.graph.steps:
+            return
+        self._newest = step
+        read = {item.field for task in self.graph.unroll(step) for item in task.inputs if not item.sources}
+        for name in sorted(ahead & read):
+            self._fetch(name, step)  # what it raised is raised when a task needs it: the step may never begin
 
     def _report_late(self) -> None:
         """Reports what ended after its step, of steps that have other tasks left: the run ends before they do."""
@@ -418,6 +422,7 @@ class Runner:
             take=task.take,
             order=self.graph.order,
             max_staleness=task.max_staleness,
+            sampled_ahead=self.graph.sampled_ahead(i.step),
             emits=task.emits,
         )
         return StageCall(i.stage, info, tuple(layout), groups, (), task.aligned, task.keeps), values
@@ -425,74 +430,31 @@ class Runner:
     def _find(self, item: Input, step: int) -> list[Any]:
         if item.state:
             return [self._states[item.field]] if item.field in self._states else []
-        if not item.sources:
-            return self._inputs.find(item.field, step)
-        return [self._values[i.step][i, item.field] for i in item.sources]
-
-
-class _Inputs:
-    """The inputs of the unfinished steps and of the next one, such as prompts: each is fetched once.
-
-    Args:
-        functions: for each input field a function from step to value.
-        parts: of the run, which records the groups that an input holds.
-        put: of the executor; returns a handle for a value.
-        handles: of fields and steps that another runner of the same executor has fetched.
-    """
-
-    def __init__(
-        self,
-        functions: Mapping[str, Callable[[int], Any]],
-        parts: Parts,
-        put: Callable[[Any], Any],
-        handles: Mapping[tuple[str, int], Any],
-    ) -> None:
-        self._functions, self._parts, self._put, self._handles = functions, parts, put, handles
-        self.ahead = {name for name, function in functions.items() if isinstance(function, Ahead)}
-        """The fields that can be fetched before their step begins."""
-        self._fetched: dict[int, dict[str, tuple[Any, Exception | None]]] = {}
-
-    def find(self, field: str, step: int) -> list[Any]:
-        """Returns the handle of an input, fetched now unless it is there already; [] if the run has no such input.
-
-        Raises:
-            RunError: its function, which may be the user's, raised, or returned no value that several stages can read.
-        """
-        if (field, step) in self._handles:
-            return [self._handles[field, step]]
-        if field not in self._functions:
+        if item.sources:
+            return [self._values[i.step][i, item.field] for i in item.sources]
+        if item.field not in self._inputs and (item.field, step) not in self._handles:
             return []
-        handle, error = self._get(field, step)
-        if error is not None:
-            raise error
-        return [handle]
-
-    def fetch_ahead(self, step: int, fields: Iterable[str]) -> None:
-        """Fetches those of the fields that may be, of a step that has not begun.
-
-        What one raises is raised when a task needs it: the step may never begin.
-        """
-        for name in sorted(self.ahead.intersection(fields)):
-            if (name, step) not in self._handles:
-                self._get(name, step)
-
-    def release(self, step: int) -> None:
-        """Forgets a finished step."""
-        self._fetched.pop(step, None)
-
-    def _get(self, field: str, step: int) -> tuple[Any, Exception | None]:
-        fetched = self._fetched.setdefault(step, {})
-        if field not in fetched:
-            try:
-                fetched[field] = self._fetch(field, step), None
-            except Exception as error:
-                fetched[field] = None, error
-        return fetched[field]
+        found = self._fetch(item.field, step)
+        if isinstance(found, Exception):
+            raise found
+        return [found]
 
     def _fetch(self, field: str, step: int) -> Any:
+        """Returns the handle of an input, made once; or what its function raised."""
+        key = (field, step)
+        if key in self._handles:
+            return self._handles[key]
+        if key not in self._fetched:
+            try:
+                self._fetched[key] = self._made(field, step)
+            except Exception as error:
+                self._fetched[key] = error
+        return self._fetched[key]
+
+    def _made(self, field: str, step: int) -> Any:
         where = f"input '{field}' of step {step}"
         try:
-            value = self._functions[field](step)
+            value = self._inputs[field](step)
         except DataflowError:
             raise
         except (Exception, SystemExit) as error:
@@ -502,7 +464,7 @@ class _Inputs:
         if isinstance(value, Batch):
             self._parts.written(step, field, value.ids)
         try:
-            return self._put(value)
+            return self.executor.put(value)
         except DataflowError:
             raise
         except Exception as error:

@@ -50,7 +50,6 @@ class TaskFailed:
     """A task raised or its process died."""
 
     id: TaskId
-    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from dataflow.errors import DataflowError, PipelineError, an, counted, nearest
+from dataflow.errors import DataflowError, PipelineError, nearest
 from dataflow.metrics import Metric
 from dataflow.usercode.numeric import real_number
 
@@ -72,6 +69,8 @@ class TaskInfo:
     """How many groups a collecting stage must return; None for all groups of the step."""
     order: Literal["arrival", "index"] = "arrival"
     max_staleness: int = 0
+    sampled_ahead: int = 0
+    """How many later steps are sampled before the weights of this one are synced."""
     emits: int = 1
     """Chunks that a streaming stage must emit while it runs; 1 for none before its end."""
     emitted: Mapping[int, Any] = field(default_factory=dict)
@@ -167,18 +166,6 @@ class Hosted:
     run_directory: bool = False
     around: Callable[[TaskInfo], AbstractContextManager[None]] | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.factory, str) and not callable(self.factory):
-            raise PipelineError(
-                f"Hosted('{self.name}', ...): {an(type(self.factory).__name__)} builds no service; give the class or "
-                "function itself, which is called in the service's process, and its arguments as a dict after it."
-            )
-        if not isinstance(self.options, Mapping):
-            kind = an(type(self.options).__name__)
-            raise PipelineError(
-                f"Hosted('{self.name}', ...): options is {kind}; give the factory's arguments as a dict."
-            )
-
     def build(self) -> Any:
         """Returns the service, built in this process."""
         factory = self.factory
@@ -231,7 +218,6 @@ class Stage:
         on: str | None = None,
         every: int | None = None,
         after: str | Sequence[str] | None = None,
-        ahead_of: str | None = None,
         mini_batches: int | None = None,
         epochs: int | None = None,
         epochs_over: Literal["mini-batch", "step"] | None = None,
@@ -245,7 +231,6 @@ class Stage:
             on: another resource.
             every: run only on every k-th step, and on the last.
             after: stages that must finish first although no data passes.
-            ahead_of: see :func:`stage`.
             mini_batches: optimizer steps in one pass over the step's groups, if not the run's number; for a stage that
                 runs per mini-batch. The policy's ``split`` must divide it.
             epochs: how often it uses each mini-batch.
@@ -257,7 +242,7 @@ class Stage:
             **services: engines, agents and options, by parameter.
 
         Raises:
-            PipelineError: the function has no such keyword parameter, or a name is none.
+            PipelineError: the function has no such keyword parameter.
         """
         for service in services:
             if service not in self.accepts:
@@ -269,8 +254,7 @@ class Stage:
             "name": name,
             "on": on,
             "every": every,
-            "after": None if after is None else names_of(after, f"stage '{self.name}': after"),
-            "ahead_of": ahead_of,
+            "after": None if after is None else names_of(after),
             "mini_batches": mini_batches,
             "epochs": epochs,
             "epochs_over": epochs_over,
@@ -305,15 +289,12 @@ class Stage:
         Raises:
             PipelineError: a parameter is not bound, or an option is out of range or does not fit the others.
         """
-        if not self.name or "[" in self.name:
-            raise PipelineError(
-                f"'{self.name}' cannot be the name of a stage: tasks are named NAME[STEP]; give one without '['."
-            )
-        if missing := self.unbound():
-            raise PipelineError(
-                f"stage '{self.name}' needs service or option '{missing[0]}'; bind it: "
-                f"{self.name}.bind({missing[0]}=...)."
-            )
+        parameters = inspect.signature(self.fn).parameters
+        for option in self.accepts:
+            if option not in self.services and parameters[option].default is inspect.Parameter.empty:
+                raise PipelineError(
+                    f"stage '{self.name}' needs service or option '{option}'; bind it: {self.name}.bind({option}=...)."
+                )
         if self.collects and self.every is not None:
             raise PipelineError(
                 f"stage '{self.name}' collects the rewards of every step, so it cannot run only every {self.every}."
@@ -337,41 +318,11 @@ class Stage:
         lists = {"reads": [list(r) for r in self.reads], "writes": list(self.writes), "after": list(self.after)}
         return {name: getattr(self, name) for name in alike} | lists
 
-    def words(self) -> list[str]:
-        """Returns how often it runs and where, each fact in a few words."""
-        found = [f"on {self.on}"]
-        if self.per == "chunk":
-            found.append("once a chunk where the policy streams")
-        elif self.per != "step":
-            found.append(f"once a {self.per}")
-        if self.mini_batches is not None:
-            found.append(counted(self.mini_batches, "mini-batch"))
-        if self.epochs > 1:
-            found.append(f"{self.epochs} epochs over each {self.epochs_over}")
-        if self.streams:
-            found.append("can stream")
-        if self.every is not None:
-            found.append("every step" if self.every == 1 else f"every {self.every} steps")
-        if self.host is not None:
-            found.append(f"in {self.host.name}" + (f" x{self.host.ranks}" if self.host.ranks > 1 else ""))
-        return found
-
-    def unbound(self) -> list[str]:
-        """Returns the required keyword parameters that are not bound."""
-        parameters = inspect.signature(self.fn).parameters
-        return [
-            name
-            for name in self.accepts
-            if name not in self.services and parameters[name].default is inspect.Parameter.empty
-        ]
-
 
 def stage(
-    fn: None = None,
-    /,
     *,
     writes: str | Sequence[str] = (),
-    on: str = "",
+    on: str,
     role: Role | None = None,
     splittable: bool = False,
     per_mini_batch: bool = False,
@@ -412,9 +363,8 @@ def stage(
             runs again on the groups not yet returned, or on the newest state.
 
     Raises:
-        PipelineError: no resource, no parentheses, no function, an unknown role, a parameter without a name, a field
-            with a default other than None, or an annotation that cannot be resolved (it may mean that the field comes
-            from an earlier step).
+        PipelineError: an unknown role, a parameter without a name, a field with a default other than None, or an
+            annotation that cannot be resolved (it may mean that the field comes from an earlier step).
 
     >>> @stage(writes="length", on="controller")
     ... def measure(text, *, scale=1):
@@ -422,56 +372,39 @@ def stage(
     >>> measure.reads, measure.writes, measure("abc", scale=2)
     ((Read(field='text', lag='none', optional=False),), ('length',), 6)
     """
-    if fn is not None:
-        raise PipelineError(
-            f'@stage above {_placed(fn)} is without parentheses; write @stage(writes="FIELD", on="RESOURCE").'
-        )
     per: Piece = "chunk" if per_chunk else "mini-batch" if per_mini_batch else "step"
     if splittable or role == "collects":
         per = "part"
 
     def wrap(fn: Callable[..., Any]) -> Stage:
-        if not inspect.isroutine(fn):  # a stage already, a class, functools.partial
-            name = f"'{fn.name}'" if isinstance(fn, Stage) else repr(fn)
-            raise PipelineError(
-                f"@stage above {name}: this is {an(type(fn).__name__)}, no function; write a function that calls it, "
-                "or bind(name=...) a stage again."
-            )
-        place = _placed(fn)
-        if not on:
-            raise PipelineError(f"@stage above {place} is without a resource; give on=, such as on='gpu' or 'reward'.")
+        where = f"stage '{fn.__name__}'"
         if role is not None and role not in ROLES:
             guess = nearest(str(role), ROLES) or f"; give one of {', '.join(ROLES)}."
-            raise PipelineError(f"stage {place}: there is no role {role!r}{guess}")
-        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-            raise PipelineError(
-                f"stage {place} contains yield, so a call would not run it; return the values of its fields."
-            )
+            raise PipelineError(f"{where}: there is no role {role!r}{guess}")
         if streams and per != "step":
-            raise PipelineError(f"stage {place} runs once a {per}, so it cannot stream; let it run once a step.")
+            raise PipelineError(f"{where} runs once a {per}, so it cannot stream; let it run once a step.")
         reads: list[Read] = []
         services: list[str] = []
-        local = _local_names(fn, sys._getframe(1))
         for name, parameter in inspect.signature(fn).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 if name != "task":
                     services.append(name)
             elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                reads.append(_read_of(fn, parameter, local))
+                reads.append(_read_of(fn, parameter))
             else:
                 raise PipelineError(
-                    f"stage {place}: parameter '*{name}' has no name to be a field; name each field that it reads."
+                    f"{where}: parameter '*{name}' has no name to be a field; name each field that it reads."
                 )
         return Stage(
             name=fn.__name__,
             fn=fn,
             reads=tuple(reads),
-            writes=names_of(writes, f"stage {place}: writes"),
+            writes=names_of(writes),
             on=on,
             per=per,
             role=role,
             streams=streams,
-            after=names_of(after, f"stage {place}: after"),
+            after=names_of(after),
             every=every,
             ahead_of=ahead_of,
             accepts=tuple(services),
@@ -482,50 +415,30 @@ def stage(
     return wrap
 
 
-def names_of(given: str | Iterable[str], what: str) -> tuple[str, ...]:
-    """Returns names that were given as a sequence, or one alone.
-
-    Raises:
-        PipelineError: they are no names; ``what`` says whose.
-    """
-    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
-    for name in names:
-        if not isinstance(name, str):
-            raise PipelineError(f"{what}: {name!r} is no name; give a name, or a list of names.")
-    return names
+def names_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns names that were given as a sequence, or one alone."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _read_of(fn: Callable[..., Any], parameter: inspect.Parameter, local: Mapping[str, Any]) -> Read:
-    """Returns the field that a parameter stands for.
-
-    Args:
-        fn: the stage's function.
-        parameter: one of those before ``*``.
-        local: names of the function or class in which ``fn`` was defined.
-
-    Raises:
-        PipelineError: a default other than None, or an annotation that cannot be resolved.
-    """
-    name, default = parameter.name, parameter.default
+def _read_of(fn: Callable[..., Any], parameter: inspect.Parameter) -> Read:
+    """Returns the field that a parameter before ``*`` stands for."""
+    name, default, written = parameter.name, parameter.default, parameter.annotation
     optional = default is not inspect.Parameter.empty
     if optional and default is not None:
         raise PipelineError(
             f"stage '{fn.__name__}': field '{name}' has the default {default!r}; give None, which makes the field "
             f"optional, or move '{name}' behind the *, which makes it an option."
         )
-    if parameter.annotation is inspect.Parameter.empty:
+    if written is inspect.Parameter.empty:
         return Read(name, "none", optional)
-    written = parameter.annotation
-    text = written if isinstance(written, str) else inspect.formatannotation(written)
-    where = f"stage '{fn.__name__}': the annotation '{text}' of field '{name}'"
+    where = f"stage '{fn.__name__}': the annotation {written!r} of field '{name}'"
     alone = types.SimpleNamespace(__annotations__={name: written})
-    known = getattr(inspect.unwrap(fn), "__globals__", {})
     try:
-        kind = typing.get_type_hints(alone, known, dict(local), include_extras=True)[name]
+        kind = typing.get_type_hints(alone, inspect.unwrap(fn).__globals__, include_extras=True)[name]
     except Exception as error:
         raise PipelineError(
             f"{where} cannot be resolved ({error}), and might say that the field comes from an earlier step; import "
-            "its names where the stage is made, not under TYPE_CHECKING."
+            "its names at the top of the module, not under TYPE_CHECKING."
         ) from error
     lags = list(dict.fromkeys(_lags(kind)))
     if len(lags) > 1:
@@ -535,34 +448,12 @@ def _read_of(fn: Callable[..., Any], parameter: inspect.Parameter, local: Mappin
 
 def _lags(kind: Any) -> Iterator[Lag]:
     """Yields the lags of the markers in a type: itself, its arguments (of Annotated, of a union), behind an alias."""
-    origin = typing.get_origin(kind) or kind
-    marker = origin if isinstance(origin, type) else type(origin)
+    marker = kind if isinstance(kind, type) else type(kind)
     if issubclass(marker, Carried):
         yield "carried"
     elif issubclass(marker, Latest):
         yield "latest"
     inner = kind if isinstance(kind, list | tuple) else typing.get_args(kind)
-    behind = (getattr(kind, "__supertype__", None), getattr(kind, "__bound__", None), getattr(kind, "__value__", None))
-    for item in (*inner, *behind):
-        if item is not None:
-            yield from _lags(item)
-
-
-def _local_names(fn: Callable[..., Any], frame: FrameType | None) -> Mapping[str, Any]:
-    """Returns the local names of the function or class that defines ``fn``, if that still runs in or below ``frame``.
-
-    Annotations are texts, so a function's closure lacks the names that it uses in them alone.
-    """
-    home = inspect.unwrap(fn).__qualname__.rpartition(".")[0].removesuffix(".<locals>")
-    while home and frame is not None:
-        if frame.f_code.co_qualname == home:
-            return frame.f_locals
-        frame = frame.f_back
-    return {}
-
-
-def _placed(fn: Any) -> str:
-    """Returns the name of a function with its file and line."""
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    name = f"'{getattr(fn, '__name__', fn)}'"
-    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    behind = (getattr(kind, "__supertype__", None), getattr(kind, "__value__", None))
+    for item in (*inner, *filter(None, behind)):
+        yield from _lags(item)

@@ -193,7 +193,7 @@ def test_a_failure_cancels_what_runs_and_tells_its_story():
     s = small()
     s.start()
     s.handle(TaskFinished(TaskId(1, "one")))
-    assert s.handle(TaskFailed(TaskId(1, "two"), "it broke")) == [
+    assert s.handle(TaskFailed(TaskId(1, "two"))) == [
         Cancel(TaskId(1, "three")),
         RunDone(TaskId(1, "two")),
     ]

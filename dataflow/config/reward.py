@@ -271,12 +271,6 @@ def asked_of(config: Any, source: Source) -> str | None:
     return source.options.model or (next(iter(models)) if len(models) == 1 else None)
 
 
-def rule_of(config: Any, source: Source) -> str:
-    """Returns how an agent's scores are normalised: the rule of its reward model, or ``none``."""
-    model = config.reward.models.get(model_of(config, source))
-    return "none" if model is None else str(model.normalize)
-
-
 def concurrency_of(config: Any, source: Source) -> int:
     """Returns an agent's requests in flight at most: by default as many as the servers of its model take at once."""
     model = config.reward.models.get(model_of(config, source))

@@ -61,8 +61,8 @@ class ServedModelConfig(Section):
     """Chat template, a Jinja file; null for the model's own."""
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     """The rubric of kind chat, and how its reply is read."""
-    normalize: Literal["none", "sigmoid", "running"] = "none"
-    """none: the raw score; sigmoid: of it; running: its distance from the mean of all earlier steps in deviations."""
+    normalize: Literal["none", "sigmoid"] = "none"
+    """none: the raw score; sigmoid: of it."""
     routing: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hash"] = "power_of_two"
     """How vllm-router chooses among several servers: power_of_two by load, cache_aware by what their caches hold."""
     timeout: PositiveFloat = 60.0
@@ -125,11 +125,9 @@ class ServedModelConfig(Section):
             name: of the model.
         """
         keys = {"path", "kind", "dtype", "engine_kwargs", "template", "max_model_len", "normalize", "prompt"}
-        # A running normalisation comes after the agent, whose answers are raw scores.
-        rule = "none" if self.normalize == "running" else self.normalize
         # The run's own servers have other ports each time; of one that runs elsewhere nothing else is known.
         at = None if self.path else sorted(self.urls)
-        return {"name": name, "url": at, **self.model_dump(include=keys), "normalize": rule}
+        return {"name": name, "url": at, **self.model_dump(include=keys)}
 
     def server_options(self) -> dict[str, Any]:
         """Returns the keyword arguments of :func:`~dataflow.rewards.models.server.serve_command` about the model."""

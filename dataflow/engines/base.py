@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -90,7 +90,7 @@ class RolloutEngine(Protocol):
     version: int
     """Version of the weights it holds: 0 at the start, n after step n's sync."""
 
-    def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+    def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncGenerator[Sample, None]:
         """Samples ``sampling.n`` responses for every prompt; yields each as soon as it is finished.
 
         Args:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dataflow.config.reward import asked_of, model_of, rule_of, sources_of
+from dataflow.config.reward import asked_of, model_of, sources_of
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.rewards.models.server import Sleeper
@@ -14,7 +14,6 @@ from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stage import Hosted, Stage
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.log_prob import bypassing
-from dataflow.stages.normalize import with_running
 from dataflow.stages.update import actor_update
 
 
@@ -64,8 +63,7 @@ def recipe_pipeline(
     if config.val.every and validation:
         whole += [each.bind(every=config.val.every) for each in validation]
         inputs.append("val_prompts")
-    running = [each.name for each in sources_of(config) if rule_of(config, each) == "running"]
-    whole = colocated(config, with_running(whole + list(samples), running))
+    whole = colocated(config, whole + list(samples))
     if every := config.checkpoint.every:
         whole += checkpoint_stages(whole, every=every, store=checkpoint_store(config), steps=config.steps)
     return Pipeline(whole, inputs, resources)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from dataflow.algorithms import ESTIMATORS, Estimator
 from dataflow.batch import Batch
 from dataflow.errors import DataError
-from dataflow.graph import Read, Stage, TaskInfo, stage
+from dataflow.graph import Read, Stage, TaskInfo
 from dataflow.metrics import Mean, Sum, by_name
 from dataflow.stages.rollout import CLIP_RATIO, cut_off, token_metrics
 from dataflow.usercode.numeric import LARGEST_SCORE
@@ -56,17 +55,43 @@ def _whitens_later(algorithm: Any) -> bool:
     return algorithm.adv_estimator == "gae" and getattr(algorithm, "whiten", "step") == "mini-batch"
 
 
-@stage(writes="advantages", on="controller", splittable=True, whole_batch=needs_whole_batch)
-def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
-    """Turns scores into ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 after the end of each response.
+def advantage_stage(algorithm: Any) -> Stage:
+    """Returns the stage ``advantage``, which reads the fields that the algorithm needs besides responses and rewards.
 
-    For estimators that need more fields see :func:`advantage_stage`.
+    ``values`` are a critic's, float32 ``[rows, R]`` (gae). ``reward_baselines`` are the scores of greedy responses, one
+    a group (remax). ``old_log_probs`` hold ``sum_pi_squared`` (the optimal token baselines). A ``correction`` has their
+    weights, and the ``response_mask`` if it rejects tokens. ``kl_penalty`` is subtracted from the reward of each token.
+
+    Args:
+        algorithm: the options of section ``algorithm``.
+    """
+    fields = ["responses", "rewards", *ESTIMATORS[algorithm.adv_estimator].needs]
+    if algorithm.corrects and (algorithm.rollout_rs is not None or "old_log_probs" in fields):
+        fields.append("correction")
+    if algorithm.use_kl_in_reward:
+        fields.append("kl_penalty")
+    return Stage(
+        name="advantage",
+        fn=advantage,
+        reads=tuple(map(Read, fields)),
+        writes=("advantages",),
+        on="controller",
+        per="part",
+        services={"algorithm": algorithm},
+        accepts=("algorithm",),
+        whole_batch=needs_whole_batch,
+    )
+
+
+def advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, task: TaskInfo) -> Batch:
+    """Turns scores into ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 after the end of each response.
 
     Args:
         responses: columns of a rollout.
         rewards: ``score`` of each response, the same groups in the same order. ``kept`` (bool ``[rows]``, optional)
             marks the samples that count: the others get zero advantage and mask, and so does the rest of a group
             with fewer than two samples left for a baseline.
+        more: what the estimator needs besides, see :func:`advantage_stage`.
         algorithm: the options of section ``algorithm``: adv_estimator and those that it reads.
         task: takes verl's metrics of scores, advantages and lengths over the samples that count; with ``kept`` also
             ``reward/dropped_samples`` and ``reward/dropped_groups``, the step's samples and groups that train nothing.
@@ -78,65 +103,33 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
         rejects, 0 for the tokens that it rejects.
 
     Raises:
-        ConfigError: the estimator is unknown.
         DataError: the rewards lack a column that the estimator reads, or a number is not finite, or a score so large
             that its advantages may not be; with the sample.
         DataflowError: responses and rewards have different groups.
     """
-    return _advantage(responses, rewards, algorithm=algorithm, task=task)
+    import torch
 
-
-def advantage_stage(algorithm: Any) -> Stage:
-    """Returns the stage ``advantage``, which reads the fields that the algorithm needs besides responses and rewards.
-
-    ``values`` are a critic's, float32 ``[rows, R]`` (gae). ``reward_baselines`` are the scores of greedy responses, one
-    a group (remax). ``old_log_probs`` hold ``sum_pi_squared`` (the optimal token baselines). A ``correction`` has their
-    weights, and the ``response_mask`` if it rejects tokens. ``kl_penalty`` is subtracted from the reward of each token.
-
-    Args:
-        algorithm: the options of section ``algorithm``.
-
-    Raises:
-        ConfigError: the estimator is unknown.
-    """
-    fields = list(ESTIMATORS[algorithm.adv_estimator].needs)
-    if algorithm.corrects and (algorithm.rollout_rs is not None or "old_log_probs" in fields):
-        fields.append("correction")
-    if algorithm.use_kl_in_reward:
-        fields.append("kl_penalty")
-    reads = (*advantage.reads, *(Read(field) for field in fields))
-    return replace(advantage.bind(algorithm=algorithm), fn=_advantage, reads=reads)
-
-
-def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, task: TaskInfo) -> Batch:
-    task.log(token_metrics(responses, task))
-    estimator = ESTIMATORS[algorithm.adv_estimator]
+    task.log(token_metrics(responses))
     sampled = responses.only(sampled_mask="response_mask")  # before a correction rejects tokens
     data = responses.merge(sampled, rewards, *(_for_rows(field, responses) for field in more))
-    if "kept" not in data:
-        # A critic learns from the advantages' mask, as it reads no log-probs, which have that of a correction.
-        rejected = {"response_mask": data["response_mask"]} if any("response_mask" in field for field in more) else {}
-        return responses.like(**_masked(data, _estimate(data, algorithm, task)), **rejected)
-    counts = _counting(data, estimator)
-    _log_dropped(rewards.groups, counts, task)
-    mask = data["response_mask"] * counts[:, None]
-    columns: dict[str, Any]
-    if counts.all():
-        columns = _masked(data, _estimate(data, algorithm, task))
-    elif counts.any():
-        those = data.rows(np.flatnonzero(counts.numpy()))
-        few = those.like(**_masked(those, _estimate(those, algorithm, task)))
-        columns = {name: _spread(few[name], counts) for name in few.tensors}
-    else:
-        columns = dict.fromkeys(("advantages", "returns"), mask.float())
-    return responses.like(**columns, response_mask=mask)
-
-
-def _masked(data: Batch, columns: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns columns that are 0 where the response mask is; two names of one tensor stay names of one."""
-    mask = data["response_mask"] == 0
-    each = {key: values.masked_fill(mask, 0.0) for key, values in {id(v): v for v in columns.values()}.items()}
-    return {name: each[id(values)] for name, values in columns.items()}
+    mask, counts = data["response_mask"], torch.ones(len(data), dtype=torch.bool)
+    # A critic learns from the advantages' mask, as it reads no log-probs, which have that of a correction.
+    masks = "kept" in data or any("response_mask" in field for field in more)
+    if "kept" in data:
+        counts = _counting(data, ESTIMATORS[algorithm.adv_estimator])
+        trained = len(np.unique(data.groups[counts.numpy()]))
+        dropped = {"samples": int((~counts).sum()), "groups": len(data.ids) - trained}
+        task.log({f"reward/dropped_{what}": Sum(n) for what, n in dropped.items()})
+        mask = mask * counts[:, None]
+    whole = (torch.zeros(mask.shape),) * 2
+    if counts.any():
+        few = data if counts.all() else data.rows(counts.numpy())
+        estimated = _estimate(few, algorithm, task)
+        same = estimated[0] is estimated[1]  # as of most estimators: one tensor then, which travels once
+        spread = [_spread(values, counts).masked_fill(mask == 0, 0.0) for values in estimated[: 1 if same else 2]]
+        whole = (spread[0], spread[-1])
+    columns = {"advantages": whole[0], "returns": whole[1]}
+    return responses.like(**columns, **({"response_mask": mask} if masks else {}))
 
 
 def _for_rows(field: Batch, responses: Batch) -> Batch:
@@ -163,12 +156,6 @@ def _counting(data: Batch, estimator: Estimator) -> torch.Tensor:
     return kept & torch.from_numpy(whole[group])
 
 
-def _log_dropped(groups: np.ndarray, counts: torch.Tensor, task: TaskInfo) -> None:
-    trained = len(np.unique(groups[counts.numpy()]))
-    dropped = {"samples": int((~counts).sum()), "groups": len(np.unique(groups)) - trained}
-    task.log({f"reward/dropped_{what}": Sum(n) for what, n in dropped.items()})
-
-
 def _spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Returns the values in the rows that count, 0 in the others."""
     whole = values.new_zeros((len(counts), *values.shape[1:]))
@@ -187,11 +174,9 @@ def _of_equal_scores(data: Batch, estimator: Estimator) -> torch.Tensor:
         return torch.zeros(len(data), dtype=torch.bool)
     where = np.zeros_like(data.groups) if estimator.against == "batch" else data.groups
     _, group, size = np.unique(where, return_inverse=True, return_counts=True)
-    values = data["score"].float().numpy()
-    lowest, highest = np.full(len(size), np.inf, np.float32), np.full(len(size), -np.inf, np.float32)
-    np.minimum.at(lowest, group, values)
-    np.maximum.at(highest, group, values)
-    return torch.from_numpy(((lowest == highest) & (size > 1))[group])
+    first = data["score"].float().numpy()[np.unique(group, return_index=True)[1]]
+    differs = np.bincount(group, weights=data["score"].float().numpy() != first[group])
+    return torch.from_numpy(((differs == 0) & (size > 1))[group])
 
 
 def _needed(samples: Batch, algorithm: Any) -> Batch:
@@ -210,7 +195,7 @@ def _needed(samples: Batch, algorithm: Any) -> Batch:
     return samples.only(*(name for name in names if name in samples)).merge(samples.like(**lengths, **widths))
 
 
-def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch.Tensor]:
+def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns verl's ``advantages`` and ``returns`` of the samples, and logs verl's metrics of them.
 
     Where the mask is 0, they may be anything: GAE leaves numbers behind the end of a response, OPO NaN in a group that
@@ -271,9 +256,10 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         advantages = advantages.masked_fill(equal[:, None], 0.0)
         returns = advantages if name == "gpg" else returns
     check_finite(advantages, "the advantage", samples, task, counts=mask)
-    found = {"advantages": advantages.float()}
-    found["returns"] = found["advantages"] if returns is advantages else returns.float()  # one in most estimators
-    for column, values in {"token_level_scores": scores, "token_level_rewards": rewards, **found}.items():
+    same, advantages = returns is advantages, advantages.float()
+    returns = advantages if same else returns.float()
+    found = {"token_level_scores": scores, "token_level_rewards": rewards, "advantages": advantages, "returns": returns}
+    for column, values in found.items():
         data.batch[column] = values
     metrics = compute_data_metrics(data, use_critic="values" in estimator.needs)
     # verl takes what is as long as the longest possible for cut off, also a response that ended there.
@@ -284,7 +270,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     metrics = _counted(metrics, data.batch, samples)
     # Means over no tokens are NaN, which would hide those of the step's other parts.
     task.log({name: value for name, value in metrics.items() if tokens or np.isfinite(value)})
-    return found
+    return advantages, returns
 
 
 def _counted(metrics: Mapping[str, Any], data: Any, samples: Batch) -> dict[str, float]:

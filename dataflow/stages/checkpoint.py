@@ -20,33 +20,17 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from loguru import logger
 
 from dataflow.engines.base import Trained
 from dataflow.errors import PipelineError
-from dataflow.graph import Hosted, Read, Stage, TaskInfo
+from dataflow.graph import Read, Stage, TaskInfo
 from dataflow.system import clock
 
 FAILED = "checkpoint/failed"
 """Metric of a step: 1 if its checkpoint could not be written, 0 if it was."""
-
-
-class Store(Protocol):
-    """The directory of a run's checkpoints; see :class:`dataflow.running.saving.checkpoints.CheckpointStore`."""
-
-    def begin(self, step: int) -> Path: ...
-
-    def commit(self, step: int) -> int: ...
-
-    def discard(self, step: int) -> None: ...
-
-    def keep(self, step: int, value: Any) -> None: ...
-
-    def link(self, step: int, directory: Path) -> None: ...
-
-    def save_states(self, directory: Path, states: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -65,21 +49,9 @@ class Snapshot:
 
 
 async def _copy_first(
-    *values: Any, service: Trained, store: Store, fields: Sequence[str], steps: int, task: TaskInfo
+    *values: Any, service: Trained, store: Any, fields: Sequence[str], steps: int, task: TaskInfo
 ) -> Snapshot | None:
-    """Copies the first service (the first that a stage trains: the actor) to CPU memory.
-
-    Args:
-        values: the graph's states.
-        service: to copy.
-        store: of the run's checkpoints.
-        fields: names of the states.
-        steps: of the run; the checkpoint of the last one waits for the previous one instead.
-        task: gives the step.
-
-    Returns:
-        The copy; None if the previous checkpoint is still being written.
-    """
+    """Copies the first service (the actor), and the graph's states; None if the last copy is still being written."""
     begin = clock.now()
     if not await service.snapshot(wait=task.step == steps):
         task.note(left_out=True)
@@ -108,7 +80,7 @@ async def _copy_further(snapshot: Snapshot | None, *_states: Any, service: Train
     return replace(snapshot, seconds=snapshot.seconds + clock.now() - begin)
 
 
-def _keep_samples(*values: Any, store: Store, fields: Sequence[str], task: TaskInfo) -> None:
+def _keep_samples(*values: Any, store: Any, fields: Sequence[str], task: TaskInfo) -> None:
     """Keeps the fields of a step that are made before a checkpoint, and trained on after it."""
     try:
         store.keep(task.step, dict(zip(fields, values, strict=True)))
@@ -135,7 +107,7 @@ async def write_checkpoint(
     *others: float | None,
     service: Trained,
     folder: str,
-    store: Store,
+    store: Any,
     steps: int,
     task: TaskInfo,
 ) -> None:
@@ -149,7 +121,7 @@ async def write_checkpoint(
             checkpoint.
         service: writes its own part, all ranks together.
         folder: of the checkpoint, that it writes to.
-        store: of the run's checkpoints.
+        store: the run's :class:`~dataflow.running.saving.checkpoints.CheckpointStore`.
         steps: of the run.
         task: takes the metrics ``checkpoint/staged_s``, ``checkpoint/write_s``, ``checkpoint/bytes`` and
             ``checkpoint/failed``.
@@ -167,7 +139,7 @@ async def write_checkpoint(
         await service.write(str(snapshot.directory / folder))
         if service.rank != 0:
             return
-        later = range(task.step + 1, min(task.step + task.max_staleness, steps) + 1)
+        later = range(task.step + 1, min(task.step + task.sampled_ahead, steps) + 1)
         # In a thread: hashing and syncing files takes seconds, in which the service can serve others.
         size = await asyncio.to_thread(_commit, snapshot.directory, snapshot.states, store, task, later)
     except OSError as error:
@@ -179,11 +151,11 @@ async def write_checkpoint(
     task.log({"checkpoint/bytes": float(size), FAILED: 0.0})
 
 
-def _commit(directory: Path, states: Mapping[str, Any], store: Store, task: TaskInfo, later: range) -> int:
+def _commit(directory: Path, states: Mapping[str, Any], store: Any, task: TaskInfo, later: range) -> int:
     for step in later:
         store.link(step, directory)
     store.save_states(directory, states)
-    return store.commit(task.step)
+    return int(store.commit(task.step))
 
 
 def _failed(task: TaskInfo, error: OSError) -> None:
@@ -196,14 +168,14 @@ def _why(error: OSError) -> str:
     return f"{where}{error.strerror or error}; make room there, or let runs= name another place."
 
 
-def checkpoint_stages(stages: Sequence[Stage], *, every: int, store: Store, steps: int) -> list[Stage]:
+def checkpoint_stages(stages: Sequence[Stage], *, every: int, store: Any, steps: int) -> list[Stage]:
     """Returns the stages that save checkpoints of a pipeline: of each service that a stage trains, and its states.
 
     Args:
         stages: of the pipeline. Calls of the services that they train must run concurrently
             (``Hosted(concurrent=True)``).
         every: steps from one checkpoint to the next; the last step has one, too.
-        store: of the run's checkpoints.
+        store: the run's :class:`~dataflow.running.saving.checkpoints.CheckpointStore`.
         steps: of the run.
 
     Raises:
@@ -211,58 +183,40 @@ def checkpoint_stages(stages: Sequence[Stage], *, every: int, store: Store, step
     """
     states = tuple(sorted({read.field for s in stages for read in s.reads if read.lag != "none"}))
     early = tuple(name for s in stages if any(r.lag == "carried" for r in s.reads) for name in s.writes)
-    (first, on), *others = _trained(stages)
-    made = [
-        _saving(
-            "stage_checkpoint", _copy_first, states, ("snapshot",), on, every,
-            service=first, store=store, fields=states, steps=steps,
-        )
-    ]  # fmt: skip
-    last, written = "snapshot", []
-    for service, its in others:
-        name = service.name
-        made += [
-            _saving(
-                f"stage_{name}_checkpoint", _copy_further, (last, *states), (f"{name}_snapshot",), its, every,
-                service=service,
-            ),
-            _saving(
-                f"write_{name}_checkpoint", _write_further, (f"{name}_snapshot",), (f"{name}_written",), "io", every,
-                service=service, folder=name,
-            ),
-        ]  # fmt: skip
-        last = f"{name}_snapshot"
-        written.append(f"{name}_written")
-    keeping = _saving("keep_samples", _keep_samples, early, (), "io", every, store=store, fields=early)
-    writing = _saving(
-        "write_checkpoint", write_checkpoint, (last, *written), (), "io", every,
-        service=first, folder=first.name, store=store, steps=steps,
-    )  # fmt: skip
-    return [*made, replace(keeping, ahead_of="write_checkpoint"), writing]
-
-
-def _trained(stages: Sequence[Stage]) -> list[tuple[Hosted, str]]:
-    """Returns each service that a stage trains, with the resource of that stage, in the order of the stages."""
-    found = {s.host.name: (s.host, s.on) for s in reversed(stages) if s.role == "trains" and s.host is not None}
-    if not found:
+    trained = {s.host.name: (s.host, s.on) for s in reversed(stages) if s.role == "trains" and s.host is not None}
+    if not trained:
         raise PipelineError(
             "checkpoint_stages: no stage trains a hosted service, whose state a checkpoint would hold; bind one to a "
             "stage with role='trains': bind(trainer=Hosted(...))."
         )
-    return list(reversed(found.values()))
+    (first, on), *others = reversed(trained.values())
 
+    def saves(name: str, fn: Any, reads: Sequence[str], writes: Sequence[str], on: str, **services: Any) -> Stage:
+        return Stage(
+            name=name,
+            fn=fn,
+            reads=tuple(map(Read, reads)),
+            writes=tuple(writes),
+            on=on,
+            role="saves",
+            every=every,
+            services=services,
+            accepts=tuple(services),
+        )
 
-def _saving(
-    name: str, fn: Any, reads: Sequence[str], writes: Sequence[str], on: str, every: int, **services: Any
-) -> Stage:
-    return Stage(
-        name=name,
-        fn=fn,
-        reads=tuple(map(Read, reads)),
-        writes=tuple(writes),
-        on=on,
-        role="saves",
-        every=every,
-        services=services,
-        accepts=tuple(services),
-    )
+    shared = {"store": store, "steps": steps}
+    made = [saves("stage_checkpoint", _copy_first, states, ["snapshot"], on, service=first, fields=states, **shared)]
+    last, written = "snapshot", []
+    for service, its in others:
+        name = service.name
+        copied, done = f"{name}_snapshot", f"{name}_written"
+        made += [
+            saves(f"stage_{name}_checkpoint", _copy_further, (last, *states), [copied], its, service=service),
+            saves(f"write_{name}_checkpoint", _write_further, [copied], [done], "io", service=service, folder=name),
+        ]
+        last = copied
+        written.append(done)
+    keeping = saves("keep_samples", _keep_samples, early, (), "io", store=store, fields=early)
+    reads, folder = (last, *written), first.name
+    writing = saves("write_checkpoint", write_checkpoint, reads, (), "io", service=first, folder=folder, **shared)
+    return [*made, replace(keeping, ahead_of="write_checkpoint"), writing]

@@ -55,7 +55,7 @@ def distill_advantage(responses: Batch, old_log_probs: Batch, teacher_log_probs:
     Raises:
         DataError: a log-prob is not finite; with the sample.
     """
-    task.log(token_metrics(responses, task))
+    task.log(token_metrics(responses))
     data = responses.merge(old_log_probs, teacher_log_probs)
     mask = data["response_mask"]
     own = data["old_log_probs" if "old_log_probs" in data else "rollout_log_probs"]

@@ -6,10 +6,9 @@ If the policy streams, finished groups are emitted in chunks while the others ar
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -95,25 +94,57 @@ async def _sampled(
     sleeps: bool,
     task: TaskInfo,
 ) -> Batch:
-    """Samples the responses that the task has not emitted before, and returns all of them."""
+    """Samples the responses that the task has not emitted before, emits them in chunks if it streams; returns all."""
     if engine.version != (weights_version or 0):
         raise RunError(
             f"{task.stage}[{task.step}]: the engine holds weights version {engine.version}, "
             f"where the graph needs {weights_version or 0}; a sync was lost or came too early."
         )
-    if talk is None:
-        samples = engine.generate(not_emitted(prompts, task), sampling, seed=seed)
-        return await emit_batches(prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
-    described = await asyncio.to_thread(talk.tools.ready, prompts, talk.max_prompt_length)
-    samples = conversations(not_emitted(described, task), engine, sampling, talk, seed)
-    return await emit_batches(described, samples, engine, sampling.n, talk.max_tokens, task, sleeps)
+    done: dict[int, Batch] = dict(task.emitted)
+    emitted = {group for batch in done.values() for group in batch.ids}
+    length = sampling.max_tokens
+    if talk is not None:
+        prompts, length = await asyncio.to_thread(talk.tools.ready, prompts, talk.max_prompt_length), talk.max_tokens
+    left = prompts.select([group for group in prompts.ids if group not in emitted])
+    if "prompt_ids" in prompts:  # arrays, see Sample.compact
+        prompts = prompts.merge(prompts.like(prompt_ids=[np.asarray(i, np.int32) for i in prompts["prompt_ids"]]))
+    # The chunks that are left, whose sizes differ by at most one group. Under order="index" the groups of each are
+    # fixed, since a part is made of the chunks with its number; otherwise those that finish first make the first one.
+    numbers = [number for number in range(task.emits) if number not in done]
+    bounds = [len(left.ids) * at // max(1, len(numbers)) for at in range(len(numbers) + 1)]
+    planned = {number: left.ids[bounds[at] : bounds[at + 1]] for at, number in enumerate(numbers)}
+    chunks: dict[int, list[Sample]] = {number: [] for number in numbers}
+    groups: dict[int, list[Sample]] = {group: [] for group in left.ids}
+    finished = 0
+    async with AsyncExitStack() as stack:
+        if sleeps:
+            await engine.wake()
+            stack.push_async_callback(engine.sleep)
+        if talk is None:
+            samples = engine.generate(left, sampling, seed=seed)
+        else:
+            samples = conversations(left, engine, sampling, talk, seed)
+        # A caller that stops early abandons the samples in flight at once, not when the generator is collected.
+        await stack.enter_async_context(aclosing(samples))
+        async for sample in samples:
+            if sample.text is None and isinstance(engine, Writes):  # now: at the end, nothing would hide its time
+                sample = replace(sample, text=engine.text(sample.tokens))
+            group = groups[sample.group]
+            group.append(sample.compact())
+            if len(group) < sampling.n:
+                continue
+            finished += 1
+            number = next(n for n in chunks if task.order != "index" or sample.group in planned[n])
+            chunks[number] += group
+            if len(chunks[number]) == sampling.n * len(planned[number]):
+                done[number] = engine.batch(prompts, chunks.pop(number), length)
+                task.emit(number, done[number])
+            task.level(SAMPLED, clock.now(), finished)
+    return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
 
 
 def length_metrics(responses: Batch) -> dict[str, float]:
-    """Returns verl's ``response_length/mean``, ``max`` and ``min``, of the model's own tokens, and ``clip_ratio``.
-
-    The last is the share of responses that a limit cut off.
-    """
+    """Returns verl's ``response_length/*`` of the model's own tokens; ``clip_ratio`` is the share that was cut off."""
     if "response_mask" not in responses:
         return {}
     lengths = responses.nonzero("response_mask")
@@ -136,131 +167,9 @@ def cut_off(responses: Batch) -> np.ndarray:
     return np.asarray(responses.nonzero("attention_mask", room) == room)
 
 
-def token_metrics(responses: Batch, task: TaskInfo) -> dict[str, float]:
-    """Returns the tokens of a step: ``perf/total_num_tokens``, as verl counts them, and ``perf/response_tokens``.
-
-    Tools' answers are among the first, not among the second.
-
-    Args:
-        responses: of one of the step's parts.
-        task: of that part.
-    """
+def token_metrics(responses: Batch) -> dict[str, float]:
+    """Returns ``perf/total_num_tokens``, as verl counts them, and ``perf/response_tokens``, without tools' answers."""
     if "attention_mask" not in responses or "response_mask" not in responses:
         return {}
     masks = {"perf/total_num_tokens": "attention_mask", "perf/response_tokens": "response_mask"}
-    tokens = {name: int(responses.nonzero(mask).sum()) for name, mask in masks.items()}
-    return {name: Sum(number) for name, number in tokens.items()}
-
-
-def not_emitted(prompts: Batch, task: TaskInfo) -> Batch:
-    """Returns the prompts whose responses the task has not emitted yet."""
-    done = {group for batch in task.emitted.values() for group in batch.ids}
-    return prompts.select([group for group in prompts.ids if group not in done])
-
-
-async def emit_batches(
-    prompts: Batch,
-    samples: AsyncIterator[Sample],
-    engine: RolloutEngine,
-    n: int,
-    length: int,
-    task: TaskInfo,
-    sleeps: bool = False,
-) -> Batch:
-    """Makes batches of samples as they arrive, emits them if the task streams, and returns all of them.
-
-    Args:
-        prompts: all prompts of the task.
-        samples: of the prompts whose responses were not emitted before, in any order.
-        engine: makes the batches.
-        n: samples per group.
-        length: tokens that responses are padded to.
-        task: emits the batches, and holds those that were emitted before.
-        sleeps: whether to wake the engine before sampling and let it sleep afterwards.
-    """
-    done: dict[int, Batch] = dict(task.emitted)
-    chunks = Chunks(not_emitted(prompts, task).ids, n, task)
-    compact = None
-    async with _awake(engine, sleeps), _closing(samples) as coming:
-        async for sample in coming:
-            prompts = compact = compact or _compact(prompts)  # while the engine samples
-            before = chunks.whole
-            for number, whole in chunks.add(_prepared(sample, engine)):
-                done[number] = engine.batch(prompts, whole, length)
-                task.emit(number, done[number])
-            if chunks.whole > before:
-                task.level(SAMPLED, clock.now(), chunks.whole)
-    return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
-
-
-def _compact(prompts: Batch) -> Batch:
-    """Returns prompts with arrays of token ids, see :meth:`Sample.compact`."""
-    if "prompt_ids" not in prompts:
-        return prompts
-    return prompts.merge(prompts.like(prompt_ids=[np.asarray(ids, dtype=np.int32) for ids in prompts["prompt_ids"]]))
-
-
-def _prepared(sample: Sample, engine: RolloutEngine) -> Sample:
-    """Returns a sample ready for a batch; at the end of the rollout, nothing would hide the time that this takes."""
-    if sample.text is None and isinstance(engine, Writes):
-        sample = replace(sample, text=engine.text(sample.tokens))
-    return sample.compact()
-
-
-@contextlib.asynccontextmanager
-async def _awake(engine: RolloutEngine, sleeps: bool) -> AsyncIterator[None]:
-    if not sleeps:
-        yield
-        return
-    await engine.wake()
-    try:
-        yield
-    finally:
-        await engine.sleep()
-
-
-def _closing(samples: AsyncIterator[Sample]) -> Any:
-    # A caller that stops early abandons the samples in flight at once, not when the generator is garbage-collected.
-    return contextlib.aclosing(samples) if isinstance(samples, AsyncGenerator) else contextlib.nullcontext(samples)
-
-
-class Chunks:
-    """The chunks of whole groups that a task emits; their sizes differ by at most one group.
-
-    Under ``order="index"`` the groups of each chunk are fixed, since a part is made of the chunks with its number;
-    otherwise the groups that finish first make the first chunk.
-
-    Args:
-        groups: ids of the groups that are still to be sampled.
-        n: samples per group.
-        task: gives the number of chunks, and those emitted before.
-    """
-
-    def __init__(self, groups: Sequence[int], n: int, task: TaskInfo) -> None:
-        numbers = [number for number in range(task.emits) if number not in task.emitted]
-        bounds = [len(groups) * at // len(numbers) for at in range(len(numbers) + 1)] if numbers else []
-        self._sizes = {number: bounds[at + 1] - bounds[at] for at, number in enumerate(numbers)}
-        self._chunk_of = (
-            {group: number for at, number in enumerate(numbers) for group in groups[bounds[at] : bounds[at + 1]]}
-            if task.order == "index"
-            else {}
-        )
-        self.whole = 0
-        """Number of groups that have all their samples."""
-        self._n = n
-        self._open: dict[int, list[Sample]] = {}
-        self._ready: dict[int, list[Sample]] = {number: [] for number in numbers}
-
-    def add(self, sample: Sample) -> Iterator[tuple[int, list[Sample]]]:
-        """Adds a sample; yields the number and the samples of a chunk that it completes."""
-        group = self._open.setdefault(sample.group, [])
-        group.append(sample)
-        if len(group) < self._n:
-            return
-        self.whole += 1
-        number = self._chunk_of.get(sample.group, next(iter(self._ready)))
-        mine = self._ready[number]
-        mine += self._open.pop(sample.group)
-        if len(mine) == self._n * self._sizes[number]:
-            del self._ready[number]
-            yield number, mine
+    return {name: Sum(int(responses.nonzero(mask).sum())) for name, mask in masks.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.graph import Stage, TaskInfo, stage
+from dataflow.graph import Read, Stage, TaskInfo, stage
 from dataflow.models.chat import text_of
 from dataflow.samples.files import Kind, file_of, write
 from dataflow.stages.rollout import cut_off
@@ -41,6 +42,7 @@ async def write_samples(
     *,
     directory: str | None,
     most: int | None = None,
+    kind: Kind = "step",
     task: TaskInfo,
 ) -> None:
     """Writes the samples that a step trains on, all its parts in one file; all batches have the same groups.
@@ -52,39 +54,25 @@ async def write_samples(
         rewards: their scores, and further columns that the reward returned.
         advantages: None leaves the column out.
         directory: of the run's samples; None writes nothing, for a run without a name.
-        most: samples to keep, see :func:`kept`; None for all.
+        most: samples to keep: whole groups in ascending order, the first one even if it is larger; None for all.
+        kind: ``val`` for the samples of an evaluation.
         task: gives the step; notes the samples that were written and left out.
     """
-    await _write("step", directory, task, most, responses, rewards, advantages)
-
-
-@stage(on="io", role="validates")
-async def write_val_samples(
-    val_responses: Batch, val_scores: Batch, *, directory: str | None, most: int | None = None, task: TaskInfo
-) -> None:
-    """Writes the samples of an evaluation, as :func:`write_samples` does."""
-    await _write("val", directory, task, most, val_responses, val_scores, None)
-
-
-async def _write(
-    kind: Kind,
-    directory: str | None,
-    task: TaskInfo,
-    most: int | None,
-    responses: Batch,
-    rewards: Batch,
-    advantages: Batch | None,
-) -> None:
     if directory is None:
         return
-    groups = kept(rewards, most)
-    written = sum(size for group, size in rewards.sizes.items() if group in set(groups))
+    ids = sorted(rewards.ids)
+    ends = np.cumsum([rewards.sizes[group] for group in ids])
+    groups = ids if most is None else ids[: max(1, int((ends <= most).sum()))]
+    written = int(ends[len(groups) - 1])
     task.note(written=written, left_out=len(rewards) - written)
     path = file_of(Path(directory), kind, task.step)
 
+    def picked(batch: Batch) -> Batch:
+        return batch.only(*(name for name in batch.names if name not in _LARGE)).select(groups)
+
     def work() -> None:
-        gained = None if advantages is None else _picked(advantages, groups)
-        write(path, columns(task.step, _picked(responses, groups), _picked(rewards, groups), gained))
+        gained = None if advantages is None else picked(advantages)
+        write(path, columns(task.step, picked(responses), picked(rewards), gained))
 
     try:
         await asyncio.to_thread(work)  # other stages without a service share the event loop
@@ -93,25 +81,6 @@ async def _write(
             f"samples {path} cannot be written, training continues: {error.strerror or error}; make room there, "
             "or set samples.every=0."
         )
-
-
-def _picked(batch: Batch, groups: Sequence[int]) -> Batch:
-    """Returns the rows of these groups, without the tensors that no column is made of."""
-    return batch.only(*(name for name in batch.names if name not in _LARGE)).select(groups)
-
-
-def kept(batch: Batch, most: int | None) -> list[int]:
-    """Returns the ids of the groups to keep: in ascending order, as long as their rows are not more than ``most``.
-
-    The first one is kept even if it is larger.
-    """
-    ids, sizes = sorted(batch.ids), batch.sizes
-    rows = 0
-    for at, group in enumerate(ids):
-        rows += sizes[group]
-        if most is not None and rows > most and at:
-            return ids[:at]
-    return ids
 
 
 def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | None) -> dict[str, Sequence[Any]]:
@@ -181,8 +150,10 @@ def sample_stages(config: Any) -> list[Stage]:
     """Returns the stages that write the samples of a :class:`~dataflow.config.run.RunConfig`: one, two or none."""
     if not config.samples.every:
         return []
-    how = {"directory": config.run_file("samples"), "most": config.samples.most}
-    stages = [write_samples.bind(every=config.samples.every, **how)]
-    if config.val.every:
-        stages.append(write_val_samples.bind(every=config.val.every, **how))
-    return stages
+    writing = write_samples.bind(
+        every=config.samples.every, directory=config.run_file("samples"), most=config.samples.most
+    )
+    if not config.val.every:
+        return [writing]
+    val = writing.bind(name="write_val_samples", every=config.val.every, kind="val")
+    return [writing, replace(val, reads=(Read("val_responses"), Read("val_scores")), role="validates")]

@@ -6,7 +6,7 @@ The value of the field ``actor``, and of ``critic``, is the record of the groups
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataflow.batch import Batch
@@ -18,12 +18,10 @@ from dataflow.metrics import Sum
 
 @dataclass(frozen=True)
 class TrainedGroups:
-    """The step whose updates made a model's weights, and the groups of this step trained on so far."""
+    """The step whose updates made a model's weights, and how often each group of it was trained on so far."""
 
     step: int = 0
-    groups: frozenset[int] = frozenset()
-    again: tuple[frozenset[int], ...] = ()
-    """The groups that were trained on in the second epoch, the third and so on."""
+    times: Mapping[int, int] = field(default_factory=dict)
     skipped: int = 0
     """Updates up to the last one that were skipped in a row."""
 
@@ -33,21 +31,18 @@ class TrainedGroups:
         Raises:
             RunError: a group comes twice in an epoch, out of turn, or is missing at the end of the step.
         """
-        passes = [self.groups, *self.again] if self.step == task.step else [frozenset[int]()]
-        passes += [frozenset()] * (task.epochs - len(passes))
-        if twice := [group for group in batch.ids if group in passes[task.epoch]]:
-            often = "twice in this step" if task.epochs == 1 else f"twice in epoch {task.epoch + 1} of this step"
-            raise RunError(f"{task.stage}[{task.step}]: group {twice[0]} would be trained {often}.")
-        if task.epoch and (new := [group for group in batch.ids if group not in passes[task.epoch - 1]]):
-            raise RunError(
-                f"{task.stage}[{task.step}]: group {new[0]} is in epoch {task.epoch + 1}, but not in the one before."
-            )
-        passes[task.epoch] = passes[task.epoch].union(batch.ids)
-        if task.last and (short := [done for done in passes if len(done) != groups]):
-            raise RunError(
-                f"{task.stage}[{task.step}]: {len(short[0])} of {groups} groups were trained; none may be lost."
-            )
-        return TrainedGroups(task.step, passes[0], tuple(passes[1:]), self.skipped)
+        times = dict(self.times) if self.step == task.step else {}
+        for group in batch.ids:
+            if times.get(group, 0) != task.epoch:
+                raise RunError(
+                    f"{task.stage}[{task.step}]: group {group} would be trained in epoch {task.epoch + 1} of this step "
+                    f"after {counted(times.get(group, 0), 'time')}."
+                )
+            times[group] = task.epoch + 1
+        whole = sum(number == task.epochs for number in times.values())
+        if task.last and not whole == len(times) == groups:
+            raise RunError(f"{task.stage}[{task.step}]: {whole} of {groups} groups were trained; none may be lost.")
+        return TrainedGroups(task.step, times, self.skipped)
 
     def after(self, metrics: Mapping[str, float], batch: Batch, task: TaskInfo, name: str, most: int) -> TrainedGroups:
         """Logs the metrics of an update, with the number of the step's skipped ones; returns the record after it.

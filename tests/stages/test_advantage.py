@@ -16,7 +16,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import DataError
 from dataflow.graph import TaskInfo
 from dataflow.metrics import of_step
-from dataflow.stages.advantage import advantage, advantage_stage, check_finite
+from dataflow.stages.advantage import advantage, advantage_stage, check_finite, needs_whole_batch
 from dataflow.usercode.numeric import LARGEST_SCORE
 
 heavy = pytest.mark.heavy
@@ -121,8 +121,7 @@ def test_a_part_gets_what_the_whole_would_give_it_unless_the_estimator_says_othe
     whole = estimated(algorithm, responses, *fields)
     assert whole["advantages"].any()
     assert not whole["advantages"][responses["response_mask"] == 0].any()
-    assert advantage.whole_batch is not None
-    assert (advantage.whole_batch({"algorithm": algorithm}) is None) == (ESTIMATORS[name].whole_batch is None)
+    assert (needs_whole_batch({"algorithm": algorithm}) is None) == (ESTIMATORS[name].whole_batch is None)
     same = []
     for part in responses.split(3):
         alone = estimated(algorithm, part, *(each.select(part.ids) for each in fields))

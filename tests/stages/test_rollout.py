@@ -13,7 +13,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import Aborted, RunError
 from dataflow.graph import TaskInfo
-from dataflow.stages.rollout import Chunks, rollout, val_rollout
+from dataflow.stages.rollout import rollout, val_rollout
 from tests.rigs.fake_engine import FakeRollout
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,32 +33,33 @@ def run(stage: Any, groups: int, engine: Any, task: TaskInfo, version: Any = Non
     return asyncio.run(body())
 
 
-@given(
-    groups=st.integers(1, 12),
-    n=st.integers(1, 3),
-    emits=st.integers(1, 5),
-    order=st.sampled_from(["arrival", "index"]),
-    data=st.data(),
-)
+@given(groups=st.integers(1, 12), n=st.integers(1, 3), emits=st.integers(1, 5), index=st.booleans(), data=st.data())
 def test_chunks_hold_each_group_once_and_whole(
-    groups: int, n: int, emits: int, order: Any, data: st.DataObject
+    groups: int, n: int, emits: int, index: bool, data: st.DataObject
 ) -> None:
-    emits = min(emits, groups)
+    emits, found = min(emits, groups), dict[int, Batch]()
     samples = [Sample(group, index, [], [], 0, "stop") for group in range(groups) for index in range(n)]
-    chunks = Chunks(range(groups), n, TaskInfo(1, emits=emits, order=order))
-    found: dict[int, list[Sample]] = {}
-    for sample in data.draw(st.permutations(samples)):
-        for number, mine in chunks.add(sample):
-            assert number not in found
-            found[number] = mine
+    order = data.draw(st.permutations(samples))
+
+    class Drawn(FakeRollout):
+        async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> Any:
+            for sample in order:
+                yield sample
+
+    def emit(number: int, values: tuple[Batch]) -> None:
+        assert number not in found
+        (found[number],) = values
+
+    task = TaskInfo(1, "rollout", emits=emits, order="index" if index else "arrival", on_emit=emit)
+    run(rollout, groups, Drawn(), task, sampling=Sampling(n=n))
     assert sorted(found) == list(range(emits))
-    assert sorted((s.group, s.index) for mine in found.values() for s in mine) == [(s.group, s.index) for s in samples]
-    sizes = [len({s.group for s in mine}) for mine in found.values()]
+    sizes = [len(batch.ids) for batch in found.values()]
     assert max(sizes) - min(sizes) <= 1
-    assert all(len(mine) == n * size for mine, size in zip(found.values(), sizes, strict=True))
-    if order == "index":
-        by_number = [sorted({s.group for s in found[number]}) for number in range(emits)]
-        assert [group for each in by_number for group in each] == list(range(groups))
+    assert all(len(batch) == n * len(batch.ids) for batch in found.values())
+    by_number = [group for number in range(emits) for group in sorted(found[number].ids)]
+    assert sorted(by_number) == list(range(groups))
+    if index:
+        assert by_number == list(range(groups))
     else:
         assert list(found) == list(range(emits)), "the groups that end first make the first chunk"
 

@@ -47,8 +47,7 @@ class ServedReward:
         template: file of a chat template.
         max_model_len: longest input in tokens.
         timeout: of one call, in seconds.
-        normalize: ``none`` or ``sigmoid``; with the latter a column ``raw_score`` has what the model returned. With
-            ``running`` the score is raw, too, since a stage of the graph normalises it.
+        normalize: ``none`` or ``sigmoid``; with the latter a column ``raw_score`` has what the model returned.
         prompt: of kind ``chat``, see :class:`~dataflow.rewards.judge.judge.Judge`.
 
     Raises:
@@ -68,8 +67,6 @@ class ServedReward:
         prompt: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self._down = name, False
-        if normalize not in ("none", "sigmoid", "running"):
-            raise ConfigError(f"reward.models.{name}.normalize={normalize}; give none, sigmoid or running.")
         self._sigmoid = normalize == "sigmoid"
         base = "http://127.0.0.1" if url is None else url
         self._model: Judge | _Head

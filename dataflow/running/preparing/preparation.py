@@ -196,10 +196,8 @@ class Preparation:
 
     def _check_models(self, config: RunConfig) -> str | None:
         from dataflow.running.services.served_models import check_models
-        from dataflow.stages.normalize import normalizes
 
-        stages, agents = self.graph.pipeline.stages, self.agents
-        check_models(config, agents, [name for name in agents if normalizes(stages, name)])
+        check_models(config, self.agents)
         return ", ".join(config.reward.models) or None
 
     def _check_agent(self, name: str) -> str | None:

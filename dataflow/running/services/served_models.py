@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from loguru import logger
 
-from dataflow.config.reward import asked_of, model_of, rule_of, source_of, sources_of
+from dataflow.config.reward import asked_of, model_of, source_of, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.engines.choice import vllm_device
@@ -41,13 +41,12 @@ ROUTER = "its router"
 SERVER = "dataflow.rewards.models.server:ModelServer"
 
 
-def check_models(config: RunConfig, agents: Iterable[str], normalized: Iterable[str] = ()) -> None:
+def check_models(config: RunConfig, agents: Iterable[str]) -> None:
     """Checks the reward models of a run, without starting anything.
 
     Args:
         config: of the run.
         agents: names of its reward agents.
-        normalized: those of them whose scores the pipeline normalises.
 
     Raises:
         ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
@@ -71,11 +70,6 @@ def check_models(config: RunConfig, agents: Iterable[str], normalized: Iterable[
                     )
                 )
             asked.add(only)
-        if rule_of(config, source) == "running" and name not in normalized:
-            raise ConfigError(
-                f"reward agent '{name}': this pipeline does not normalise its scores (normalize=running); make it with "
-                "recipe_pipeline, or give the model normalize=none."
-            )
     for name, model in models.items():
         if name not in scoring and name not in asked:
             raise ConfigError(
