@@ -70,7 +70,7 @@ def test_a_sample_that_one_source_dropped_is_dropped_and_counts_in_no_mean() -> 
 def test_the_stage_reads_a_field_of_each_agent() -> None:
     made = combine_stage({"judge": "reward", "taste": "style"}, weights={"judge": 1.0, "taste": 2.0}, length=8)
     assert made.reads == (Read("responses"), Read("rewards"), Read("style_rewards"))
-    assert (made.writes, made.per, made.unbound()) == (("scores",), "part", [])
+    assert (made.writes, made.per) == (("scores",), "part")
     made.check()
 
 
