@@ -16,11 +16,11 @@ from dataflow.policy import expand
 
 def show(options: argparse.Namespace) -> int:
     """Prints or draws what the command asks for; returns its exit code."""
+    unroll = any(text.startswith("steps=") for text in options.overrides)
     if options.out:
         from dataflow.drawing.graph_picture import check_out
 
-        check_out(Path(options.out))
-    unroll = any(text.startswith("steps=") for text in options.overrides)
+        check_out(Path(options.out), tasks=unroll)
     module, config = load(options.pipeline, options.overrides)
     pipeline = pipeline_of(module, config)
     policy = config.policy.resolve(config.optimizer_steps)

@@ -12,14 +12,8 @@ from importlib.resources import files
 from typing import Any
 
 
-def shell(title: str, body: str, scripts: str = "") -> str:
-    """Returns a whole page.
-
-    Args:
-        title: of the browser's tab; escaped here.
-        body: HTML.
-        scripts: ``<script>`` elements, after the body.
-    """
+def shell(title: str, body: str) -> str:
+    """Returns a whole page with the HTML of its body; the title, of the browser's tab, is escaped here."""
     style = (files("dataflow.drawing") / "page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -32,7 +26,7 @@ def shell(title: str, body: str, scripts: str = "") -> str:
 {style}</style>
 </head>
 <body>
-{body}{scripts}
+{body}
 </body>
 </html>
 """

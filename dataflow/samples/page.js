@@ -9,10 +9,10 @@ const OPERATORS = {
   "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b,
   "=": (a, b) => a === b, "!=": (a, b) => a !== b,
 }
-const PAGE = 100
-const [search, count, head, body, more] = ["search", "count", "head", "rows", "more"].map((id) => document.getElementById(id))
+const MOST = 500 // rows that are shown at once
+const [search, count, head, body] = ["search", "count", "head", "rows"].map((id) => document.getElementById(id))
 const boxes = {}
-let sorted = null, falling = false, most = PAGE, open = new Set()
+let sorted = null, falling = false, open = new Set()
 
 function element(name, text = "", kind = "") {
   const made = document.createElement(name)
@@ -81,7 +81,7 @@ function draw() {
   for (const title of titles.children) {
     title.ariaSort = title.dataset.name === sorted ? (falling ? "descending" : "ascending") : "none"
   }
-  body.replaceChildren(...found.slice(0, most).flatMap((row) => {
+  body.replaceChildren(...found.slice(0, MOST).flatMap((row) => {
     const line = element("tr", "", "sample")
     line.append(...columns.map((name) => element("td", shown(row[name]).slice(0, 300), isText(name) ? "text" : "")))
     line.addEventListener("click", () => {
@@ -90,14 +90,11 @@ function draw() {
     })
     return open.has(row) ? [line, whole(row)] : [line]
   }))
-  count.textContent = `${found.length} of ${rows.length} samples`
-  more.hidden = found.length <= most
-  more.textContent = `${Math.min(PAGE, found.length - most)} more`
+  count.textContent = `${found.length} of ${rows.length} samples` + (found.length > MOST ? `, the first ${MOST} below` : "")
 }
 
 function clear() {
   for (const box of [search, ...Object.values(boxes)]) box.value = ""
-  most = PAGE
   open = new Set()
 }
 
@@ -118,6 +115,5 @@ function look() {
 
 for (const box of [search, ...Object.values(boxes)]) box.addEventListener("input", draw)
 search.form.addEventListener("reset", (event) => { event.preventDefault(); clear(); draw() })
-more.addEventListener("click", () => { most += PAGE; draw() })
 addEventListener("hashchange", look)
 look()

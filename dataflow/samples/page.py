@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +42,25 @@ dd { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.4
 <button type="reset">clear</button> <span id="count" role="status"></span>
 </form>
 <div class="scroll"><table><thead id="head"></thead><tbody id="rows"></tbody></table></div>
-<p><button id="more" class="act" hidden>more</button></p>
 <p class="hint">A name sorts; a row opens. A box under a name keeps what contains its words, or with <kbd>&lt;</kbd>
 <kbd>&lt;=</kbd> <kbd>&gt;</kbd> <kbd>&gt;=</kbd> <kbd>=</kbd> <kbd>!=</kbd> before it compares, such as &lt;0.5.</p>"""
 
 
-def page(
-    rows: Sequence[Row],
-    path: Path,
-    title: str,
-    kind: Kind = "step",
-    *,
-    first: Sequence[tuple[int, int]] = (),
-    note: str = "",
-) -> None:
+def page(rows: Sequence[Row], path: Path, title: str, kind: Kind = "step", note: str = "") -> None:
     """Writes a page of samples.
 
     Args:
-        rows: the samples, of one kind, in the order to show.
+        rows: the samples, of one kind, in the order to show; of too many for a page, the first ones are shown.
         path: of the page; replaced atomically.
         title: of the page, such as the run's name.
         kind: of the samples.
-        first: (step, group) of the groups to keep if there is no room for all.
         note: a further sentence for the head of the page.
 
     Raises:
         OSError: the page cannot be written.
     """
-    linked, size, there = set(first), 0, set[int]()
-    for at in sorted(range(len(rows)), key=lambda at: (rows[at]["step"], rows[at]["group"]) not in linked):
-        size += _size(rows[at])
-        if size > LARGEST and there:
-            break
-        there.add(at)
-    shown = [rows[at] for at in range(len(rows)) if at in there]
+    sizes = accumulate(map(_size, rows))
+    shown = [row for at, (row, size) in enumerate(zip(rows, sizes, strict=True)) if size <= LARGEST or not at]
     what = "evaluations" if kind == "val" else "training"
     words = [f"{counted(len(shown), 'sample')} of {what}, {counted(len({r['step'] for r in shown}), 'step')}.", note]
     if left_out := len(rows) - len(shown):
@@ -86,7 +72,7 @@ def page(
     script = (files("dataflow.samples") / "page.js").read_text(encoding="utf-8")
     scripts = f"\n{embedded('samples', data)}\n<script>\n{script}</script>"
     with replaced(path) as temporary:
-        temporary.write_text(shell(f"{title}: samples", f"{head}\n{_BODY}", scripts), encoding="utf-8")
+        temporary.write_text(shell(f"{title}: samples", f"{head}\n{_BODY}{scripts}"), encoding="utf-8")
 
 
 def run_page(run: Path, linked: Sequence[tuple[int, int]]) -> Path | None:
@@ -107,15 +93,14 @@ def run_page(run: Path, linked: Sequence[tuple[int, int]]) -> Path | None:
     left = steps_in(directory, "step")
     if not left:
         return None
-    rows: list[Row] = []
+    wanted, rows = set(linked[:_LINKED]), list[Row]()
     while left and sum(map(_size, rows)) <= LARGEST // 2:
         rows[:0] = read(file_of(directory, "step", left.pop()))
-    by_step: dict[int, list[int]] = {}
-    for step, group in [key for key in dict.fromkeys(linked) if key[0] in left][:_LINKED]:
-        by_step.setdefault(step, []).append(group)
-    rows[:0] = [row for step in sorted(by_step) for row in read(file_of(directory, "step", step), by_step[step])]
+    for step in sorted({step for step, _group in wanted}.intersection(left), reverse=True):
+        rows[:0] = read(file_of(directory, "step", step), [group for of, group in wanted if of == step])
+    rows.sort(key=lambda row: (row["step"], row["group"]) not in wanted)  # first what has to be there
     note = "" if not left else f"Of the steps up to {left[-1]} only the groups are here that the timeline links to."
-    page(rows, run / "samples.html", run.resolve().name, first=linked, note=note)
+    page(rows, run / "samples.html", run.resolve().name, note=note)
     return run / "samples.html"
 
 

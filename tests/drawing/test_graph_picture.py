@@ -60,44 +60,30 @@ def test_the_chain_that_takes_longest_and_no_validation() -> None:
 def test_every_kind_of_picture_marks_it(tmp_path: Path, unrolled: bool) -> None:
     p = pipeline()
     graph = expand(p, SchedulingPolicy(split=2), 2, 2, groups=4) if unrolled else None
-    for kind in ("mmd", "svg", "png"):
-        draw_graph(p, graph, tmp_path / f"g.{kind}")
+    draw_graph(p, graph, tmp_path / "g.mmd")
     text = (tmp_path / "g.mmd").read_text()
     (found,) = re.findall(r"^    class (\S+) critical$", text, re.MULTILINE)
     links = [line for line in text.splitlines() if " --> " in line or " -->|" in line or " -.->" in line]
     (numbers,) = re.findall(r"^    linkStyle (\S+) stroke", text, re.MULTILINE)
     ends = [(links[int(i)].split()[0], links[int(i)].split()[-1]) for i in numbers.split(",")]
-    nodes = found.split(",")
-    assert ends == list(itertools.pairwise(nodes)), "the links are those between the marked nodes"
+    assert ends == list(itertools.pairwise(found.split(","))), "the links are those between the marked nodes"
+    if unrolled:
+        return
+    assert '-.->|"actor of 1 + max_staleness steps before"|' in text
+    for kind in ("svg", "png"):
+        draw_graph(p, None, tmp_path / f"g.{kind}")
     svg = (tmp_path / "g.svg").read_text()
-    assert "critical path (all stages count as equally long)" in svg
-    assert "from another step" in svg
-    if not unrolled:
-        assert "actor of 1 + max_staleness steps before" in svg
-        assert '-.->|"actor of 1 + max_staleness steps before"|' in text
-    draw_graph(p, graph, tmp_path / "timed.svg", {"rollout": 1.0})
+    for word in ("critical path (all stages count as equally long)", "from an earlier step", "#c00000", "log_prob"):
+        assert word in svg
+    draw_graph(p, None, tmp_path / "timed.svg", {"rollout": 1.0})
     assert "critical path (by the times of the run)" in (tmp_path / "timed.svg").read_text()
-    assert "#c00000" in svg
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_kind_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    graph = expand(pipeline(), SchedulingPolicy(), 10**9, 2, groups=4)
     with pytest.raises(ConfigError, match=r"give a name in \.mmd \(mermaid\), \.svg or \.png"):
         draw_graph(pipeline(), None, tmp_path / "g.pdf")
+    with pytest.raises(ConfigError, match=r"give a name in \.mmd \(mermaid\), as tasks"):
+        draw_graph(pipeline(), graph, tmp_path / "g.svg")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-def test_a_graph_that_would_take_minutes_to_draw_is_refused(tmp_path: Path) -> None:
-    p = pipeline()
-    for steps in (500, 10**9):
-        graph = expand(p, SchedulingPolicy(split=2), steps, 2, groups=4)
-        for kind in ("svg", "PNG"):
-            with pytest.raises(
-                ConfigError, match=f"steps={steps} has more than the 800 tasks .* a name in .mmd, or --"
-            ):
-                draw_graph(p, graph, tmp_path / f"g.{kind}")
-    assert list(tmp_path.iterdir()) == []
-    draw_graph(p, expand(p, SchedulingPolicy(split=2), 500, 2, groups=4), tmp_path / "g.MMD")
-    assert (tmp_path / "g.MMD").read_text().startswith("flowchart")

@@ -181,15 +181,12 @@ def shown(text: str) -> list[tuple[int, int, int]]:
     return [(row[at[0]], row[at[1]], row[at[2]]) for row in data["rows"]]
 
 
-def test_a_page_is_bounded_and_keeps_what_is_linked(tmp_path: Path) -> None:
+def test_a_page_is_bounded(tmp_path: Path) -> None:
     rows = [{"step": 1, "group": group, "sample": 0, "response": "r" * 9000, "score": 1.0} for group in range(3000)]
-    page(rows, tmp_path / "x.html", "run", first=[(1, 2999)])
+    page(rows, tmp_path / "x.html", "run")
     text = (tmp_path / "x.html").read_text()
     assert len(text) < LARGEST + 20_000
-    found = shown(text)
-    assert f"There is no room for {3000 - len(found)} more" in text
-    assert found[-1] == (1, 2999, 0)
-    assert (1, 2998, 0) not in found
+    assert f"There is no room for {3000 - len(shown(text))} more" in text
 
 
 def test_the_page_of_a_long_run_holds_its_end_and_the_linked_groups(tmp_path: Path) -> None:
@@ -200,6 +197,6 @@ def test_the_page_of_a_long_run_holds_its_end_and_the_linked_groups(tmp_path: Pa
     assert run_page(tmp_path, [(1, 17), (7, 3), (2, 999)]) == tmp_path / "samples.html"
     text = (tmp_path / "samples.html").read_text()
     found = shown(text)
-    assert [key for key in found if key[0] == 1] == [(1, 17, 0), (1, 17, 1)]
+    assert found[:4] == [(1, 17, 0), (1, 17, 1), (7, 3, 0), (7, 3, 1)], "which the timeline links to"
     assert len([key for key in found if key[0] == 7]) == 400
     assert "only the groups are here that the timeline links to" in text
