@@ -28,7 +28,7 @@ from _run import begin, table
 
 from dataflow.batch import Batch
 from dataflow.reward_agent import Limits, RewardAgent
-from dataflow.rewards.requests import GroupFilter
+from dataflow.rewards.steps import GroupFilter
 from dataflow.system import clock
 
 NEEDED, SAMPLED, RESPONSES, IN_FLIGHT, SHORTER = 64, 128, 8, 64, 100

@@ -17,33 +17,31 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError
-from dataflow.rewards.arguments import Arguments
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.functions import check_methods, load_reward
 from dataflow.rewards.ledger import Answer, Ledger, key_of
 from dataflow.rewards.naming import MAIN, metric
-from dataflow.rewards.requests import (
+from dataflow.rewards.results import read_number, read_result, read_scores, tokens_used
+from dataflow.rewards.retry import Hedge, Retry, brief, is_overload, is_throttle, is_timeout, retry_after_s
+from dataflow.rewards.slots import Item, Limits, Slot, Slots
+from dataflow.rewards.steps import (
     BESIDE,
     ENDED,
-    Failed,
     GroupFilter,
     Job,
     Order,
     Request,
-    Scored,
     Step,
     StepRequests,
+    Steps,
     Ticket,
     latency_summary,
 )
-from dataflow.rewards.results import read_number, read_result, read_scores, tokens_used
-from dataflow.rewards.retry import Hedge, Retry, brief, is_overload, is_throttle, is_timeout, retry_after_s
-from dataflow.rewards.slots import Item, Limits, Slot, Slots, check_endpoints
-from dataflow.rewards.steps import Steps
 from dataflow.system import clock
 from dataflow.system.frozen import FrozenExit
 from dataflow.system.secrets import redact_known
@@ -58,12 +56,17 @@ __all__ = ["BESIDE", "MAIN", "GroupFilter", "Limits", "Retry", "RewardAgent", "T
 _COUNTS = ("requested", "scored", "failed", "cancelled", "cached", "shared", "retried", "hedged", *ENDED)
 _NO_SUMS = frozenset((*_COUNTS, "waiting", "running", "peak", "abandoned", "steps", "limit", "latency_s"))
 """Stats that are no running totals, or that a step's own summary reports."""
+_COLUMNS = ("data_source", "response_text", "ground_truth")
+_OPTIONAL = ("extra_info", "raw_prompt", "finish_reason", "response_mask")
 _ADMITTED = 64
 """Rows for which jobs are made before the event loop runs something else."""
 _LATEST = 10_000
 """Latencies of which the stats tell percentiles."""
-_LOGS = 8  # concurrent calls of the user's log
 _CLOSE_S, _CLOSE_REWARD_S = 3.0, 10.0
+
+
+Scored = tuple[float, dict[str, Any]]
+"""The score and the further columns that a call returned."""
 
 
 class BadScore(ValueError):
@@ -79,9 +82,9 @@ class RewardAgent:
         compute_score: a function, sync or async, called with verl's keywords ``data_source``, ``solution_str``,
             ``ground_truth`` and ``extra_info`` (a dict, to which ``raw_prompt``, ``response_length`` and
             ``finish_reason`` are added where the samples have them); or an object with such a method and optionally
-            ``compute_group`` or ``post_process_scores``, ``log``, ``close``, ``usage``, ``retry_on``,
-            ``endpoint`` and ``tokens`` (docs/rewards.md). It returns a finite number, a tuple (score, query,
-            explanation), or a dict with ``score`` and further columns. Sync functions run in threads.
+            ``compute_group`` or ``post_process_scores``, ``log``, ``close``, ``usage``, ``retry_on`` and ``tokens``
+            (docs/rewards.md). It returns a finite number, a tuple (score, query, explanation), or a dict with ``score``
+            and further columns. Sync functions run in threads.
         limits: calls in flight, requests and tokens a minute.
         retry: time-outs and tries.
         hedge_after: a second call is sent for a first one that takes longer than this: a percentile of the latencies
@@ -123,18 +126,15 @@ class RewardAgent:
         if isinstance(compute_score, type) or not callable(self._function):
             raise ConfigError(f"compute_score={compute_score!r}; give a function or an object with compute_score.")
         check_methods(compute_score)
-        check_endpoints(compute_score, self.limits)
         if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
             self.retry = replace(self.retry, predicate=predicate)
         self._compares = getattr(compute_score, "compute_group", None) is not None
         method = "compute_group" if self._compares else "post_process_scores"
         self._group_method: Callable[..., Any] | None = getattr(compute_score, method, None)
-        self._wants_ids = bool(getattr(compute_score, "wants_response_ids", False))
+        wants_ids = getattr(compute_score, "wants_response_ids", False)
+        self._optional = (*_OPTIONAL, "responses") if wants_ids else _OPTIONAL
         self._log = getattr(compute_score, "log", None)
-        self._endpoint = getattr(compute_score, "endpoint", None) if self.limits.endpoints else None
-        rated = any(each.tpm is not None for each in (self.limits, *self.limits.endpoints.values()))
-        self._tokens = getattr(compute_score, "tokens", None) if rated else None
-        self._unmetered = rated and self._tokens is None
+        self._tokens = getattr(compute_score, "tokens", None) if self.limits.tpm is not None else None
         self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
         self._share_equal, self._scorer = share_equal, scorer
         self._hedge, self._frozen_exit, self._watched = Hedge(hedge_after), frozen_exit, False
@@ -144,7 +144,7 @@ class RewardAgent:
         self._by_key: dict[bytes, Job] = {}
         self._sequence, self._ended = 0, False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._log_failed, self._logs = False, 0
+        self._log_failed = False
         self._reported: dict[str, float] = {}
         self._calls, self._slots = Calls(self._on_abandoned), Slots(self.limits)
 
@@ -184,12 +184,14 @@ class RewardAgent:
                 f"reward agent: step {step} was submitted outside an event loop; submit it in the coroutine that "
                 "collects."
             ) from error
-        arguments = Arguments(samples, self._wants_ids)
+        columns = [*_COLUMNS, *(name for name in self._optional if name in samples)]
+        # Unread: the first requests need not wait for the columns of all.
+        read = samples.only(*columns)
         if self._frozen_exit is not None and not self._watched:
             self._frozen_exit.start()
             self._watched = True
         state, requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
-        self._spawn(self._admit(state, requests, arguments, clock.now()))
+        self._spawn(self._admit(state, requests, read, clock.now()))
         return ticket
 
     async def collect(
@@ -225,7 +227,7 @@ class RewardAgent:
         batch = await self.steps.collect(step, k, order, last, groups)
         batch.meta["limits"] = self._slots.take_changes()
         if self._log is not None:
-            self._call_log(self._log, batch)
+            self._spawn(self._call_log(self._log, batch))
         return batch
 
     async def settled(self, step: Step) -> None:
@@ -249,7 +251,6 @@ class RewardAgent:
         Raises:
             DataflowError: the user's ``usage`` raised an error or returned something else than finite numbers.
         """
-        queues = self._slots.queues
         return {
             **{name: self._counts[name] for name in _COUNTS},
             "steps": len(self.steps.live),
@@ -257,8 +258,8 @@ class RewardAgent:
             "running": self._slots.running,
             "peak": self._slots.peak,
             "abandoned": self._calls.abandoned,
-            "limit": {name: int(queue.limit) for name, queue in queues.items()},
-            "rate_limit_wait_s": sum(queue.waited_s for queue in queues.values()),
+            "limit": int(self._slots.limit),
+            "rate_limit_wait_s": self._slots.waited_s,
             "tokens": self._counts["tokens"],
             **self._usage(),
             "latency_s": latency_summary(self._latency_s),
@@ -318,24 +319,22 @@ class RewardAgent:
 
     # --- the life of a request ----------------------------------------------------------------------------------
 
-    async def _admit(
-        self, state: StepRequests, requests: Sequence[Request], arguments: Arguments, submitted: float
-    ) -> None:
+    async def _admit(self, state: StepRequests, requests: Sequence[Request], samples: Batch, submitted: float) -> None:
         """Starts the life of each request, or ends it with the answer that the ledger has.
 
         A few rows at a time, so that a large step does not block calls in flight.
         """
-        async with state.turn:
-            for begin in range(0, len(requests), _ADMITTED):
-                if state.over:
-                    return
-                rows = requests[begin : begin + _ADMITTED]
-                try:
-                    self._admit_rows(state, rows, arguments.rows(begin, begin + len(rows)), submitted)
-                except Exception as error:  # reading a request may run the user's code
-                    why = describe(error).rstrip(".")
-                    self.steps.fail(state, f"reward agent: step {state.key} cannot be sent: {why}.", error)
-                await asyncio.sleep(0)
+        for begin in range(0, len(requests), _ADMITTED):
+            if state.over:
+                return
+            rows = requests[begin : begin + _ADMITTED]
+            try:
+                keywords = arguments_of(samples.rows(np.arange(begin, begin + len(rows))))
+                self._admit_rows(state, rows, keywords, submitted)
+            except Exception as error:  # reading a request may run the user's code
+                why = describe(error).rstrip(".")
+                self.steps.fail(state, f"reward agent: step {state.key} cannot be sent: {why}.", error)
+            await asyncio.sleep(0)
 
     def _admit_rows(
         self, state: StepRequests, requests: Sequence[Request], keywords: list[dict[str, Any]], submitted: float
@@ -352,8 +351,9 @@ class RewardAgent:
             if (answer := known.get((request.group, request.sample))) is not None:
                 self._counts["cached"] += 1
                 request.begin = request.end = clock.now()
+                request.source = "ledger"
                 # Samples with the same key have the same answer, each with columns of its own.
-                self._route(request, Scored(answer.score, own_copy(answer.extras), "ledger"))
+                self._scored(request, answer.score, own_copy(answer.extras))
             else:
                 self._start(state, request, own, key, submitted)
 
@@ -373,8 +373,6 @@ class RewardAgent:
                 self._slots.promote(job)
             return
         job = request.job = Job(priority, submitted, arguments=keywords, key=key, requests=[request])
-        if self._endpoint is not None:
-            job.endpoint = self._endpoint(**own_copy(keywords))
         if self._tokens is not None:
             job.tokens = int(estimate := read_number(self._tokens(**own_copy(keywords))))
             if estimate < 0:
@@ -392,20 +390,20 @@ class RewardAgent:
         (:meth:`_call`); this one waits for it and a random backoff.
         """
         error: Exception | None = None
-        used = 0
+        deadline, used = f"its deadline of {self.retry.deadline_s or 0:g} s", 0
         while True:
             slot = await self._slot(job)
             if slot is None:
                 assert error is not None
-                why = f"its deadline of {self.retry.deadline_s:g} s passed while it was queued for another"
+                why = f"{deadline} passed while it was queued for another"
                 break
             answer = await self._try(job, slot)
-            if isinstance(answer, Scored):
+            if not isinstance(answer, Exception):
                 self._finish_job(job, answer)
                 return
             over = isinstance(answer, TimedOut) and self._now() >= job.deadline
             if over and error is not None and is_throttle(error):  # which says what to do
-                why = f"its deadline of {self.retry.deadline_s:g} s passed during the last"
+                why = f"{deadline} passed during the last"
                 break
             error, why = answer, ""
             # A refusal by rate uses up no try while a deadline bounds it: a service may refuse all for a minute.
@@ -420,18 +418,16 @@ class RewardAgent:
                 break
             wait_s = self.retry.wait_s(job.tries, error)
             if self._now() + wait_s >= job.deadline:
-                why = f"its deadline of {self.retry.deadline_s:g} s leaves no time for another"
+                why = f"{deadline} leaves no time for another"
                 break
             job.errors[-1] += f", {wait_s:.3g} s"
             await asyncio.sleep(wait_s)
-        self._finish_job(job, Failed(self._message(job, error, why), error))
+        self._fail_job(job, error, why)
 
     async def _slot(self, job: Job) -> Slot | None:
         """Waits for a slot; returns None if the deadline of the job passes before it has one."""
-        if job.deadline == math.inf:
-            return await self._slots.acquire(job)
         try:
-            async with asyncio.timeout_at(job.deadline):
+            async with asyncio.timeout_at(None if job.deadline == math.inf else job.deadline):
                 return await self._slots.acquire(job)
         except TimeoutError:
             return None
@@ -444,10 +440,11 @@ class RewardAgent:
             if self.retry.deadline_s is not None:
                 job.deadline = self._now() + self.retry.deadline_s
         job.tries += 1
+        self._counts["retried"] += job.tries > 1
         after_s = self._hedge.after_s
         first = self._call(job, slot)
         answer = await (first if after_s is None else self._hedged(job, first, after_s))
-        if isinstance(answer, Scored):
+        if not isinstance(answer, Exception):
             # Also if the second call was faster: a percentile of the winners alone would keep falling.
             self._hedge.answered(clock.now() - begun)
         return answer
@@ -456,15 +453,17 @@ class RewardAgent:
         self, job: Job, first: Coroutine[Any, Any, Scored | Exception], after_s: float
     ) -> Scored | Exception:
         """Returns the first answer of two calls, the second of which begins after some seconds; or the last error."""
-        calls: set[asyncio.Future[Scored | Exception | None]] = {asyncio.ensure_future(first)}
-        last: Exception | None = None
+        own: asyncio.Future[Scored | Exception | None] = asyncio.ensure_future(first)
+        calls, last = {own}, None
         try:
             if not (await asyncio.wait(calls, timeout=after_s))[0]:
                 calls.add(asyncio.ensure_future(self._second(job)))
             while calls:
                 done, calls = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-                for answer in [call.result() for call in done]:
-                    if isinstance(answer, Scored):
+                for call in done:
+                    answer = call.result()
+                    if isinstance(answer, tuple):
+                        job.source = "" if call is own else "hedged"
                         return answer
                     last = answer or last
                 if not job.running:
@@ -482,12 +481,10 @@ class RewardAgent:
         if not job.running:  # the first has ended meanwhile
             self._slots.give_back(slot)
             return None
-        answer = await self._call(job, slot, hedge=True)
-        if isinstance(answer, Scored):
-            answer.source = "hedged"
-        return answer
+        self._counts["hedged"] += 1
+        return await self._call(job, slot)
 
-    async def _call(self, job: Job, slot: Slot, hedge: bool = False) -> Scored | Exception:
+    async def _call(self, job: Job, slot: Slot) -> Scored | Exception:
         """Calls the user's function in a slot, which is free when its code has ended or is abandoned."""
 
         def free(result: Any, error: BaseException | None) -> None:
@@ -497,29 +494,26 @@ class RewardAgent:
             if error is not None and overloaded and (pause_s := retry_after_s(error)):
                 # Before the slot is free, which would start the next request. And no longer than a deadline, so that
                 # queued requests try once and fail by theirs, instead of waiting out the pause.
-                self._slots.pause(slot.queue, min(pause_s, self.retry.deadline_s or math.inf))
+                self._slots.pause(min(pause_s, self.retry.deadline_s or math.inf))
             self._slots.release(slot, overloaded, error is not None, tokens_used(result))
 
-        if hedge:
-            self._counts["hedged"] += 1
-        elif job.tries > 1:
-            self._counts["retried"] += 1
-        job.server = slot.queue.name
-        limits = (self.retry.timeout_s, None if job.deadline == math.inf else max(0.0, job.deadline - self._now()))
-        timeout_s = min((limit for limit in limits if limit is not None), default=None)
+        left_s = max(0.0, job.deadline - self._now())
+        timeout_s = min(left_s, self.retry.timeout_s or math.inf)
         begun = clock.now()
         job.running += 1
         try:
             # A copy: a try must not see what an earlier one, or another sample's, changed.
-            result = await self._calls.run(self._function, own_copy(job.arguments), timeout_s, free)
+            given = own_copy(job.arguments)
+            result = await self._calls.run(self._function, given, None if timeout_s == math.inf else timeout_s, free)
             try:
-                score, extras = read_result(result)
-                # These columns hold texts of servers, and are kept and shown.
-                return Scored(score, redact_known(extras) if extras else extras)
+                return _read(result)
             except Exception as bad:  # reading it may run the user's code: a tensor's, a mapping's
                 raise BadScore(message_of(bad)) from bad
         except Exception as error:
-            self._on_error(job, error)
+            job.errors.append(brief(error))
+            for way, is_so in zip(ENDED, (is_throttle(error), is_timeout(error)), strict=True):
+                self._counts[way] += is_so
+                job.ended[way] += is_so
             job.last_s = clock.now() - begun
             return error
         finally:
@@ -530,24 +524,29 @@ class RewardAgent:
         if self.ledger is None or self._ended:
             return
         try:
-            score, extras = read_result(result)
+            score, extras = _read(result)
         except ValueError:
             return  # no answer
-        answer = Answer(score, redact_known(extras), clock.now() - job.begin, job.tries)
+        answer = Answer(score, extras, clock.now() - job.begin, job.tries)
         self.ledger.answered(request.step.key, request.group, request.sample, job.key, answer)
 
-    def _on_error(self, job: Job, error: Exception) -> None:
-        """Counts a failed call."""
-        job.errors.append(brief(error))
-        if is_timeout(error):
-            self._counts["timed_out"] += 1
-            job.timed_out += 1
-        if is_throttle(error):
-            self._counts["throttled"] += 1
-            job.throttled += 1
+    def _finish_job(self, job: Job, scored: Scored) -> None:
+        """Ends each request of a job with its score: writes it to the ledger, and gives it to its step."""
+        score, extras = scored
+        requests, end = self._take_requests(job), clock.now()
+        self._latency_s.append(end - job.begin)
+        self._counts["tokens"] += tokens_used(extras) or 0
+        for request in requests:
+            self._ends(request, job, end)
+            if self.ledger is not None:
+                answer = Answer(score, extras, end - job.begin, request.tries)
+                where = request.step.key, request.group, request.sample, job.key
+                self.ledger.answered(*where, answer, "; ".join(job.errors))
+            if request.open:
+                self._scored(request, score, extras if len(requests) == 1 else own_copy(extras))
 
-    def _message(self, job: Job, error: Exception, why: str) -> str:
-        """Returns what happened and how to fix it."""
+    def _fail_job(self, job: Job, error: Exception, why: str) -> None:
+        """Ends each request of a job without a score: with what happened and how to fix it."""
         name = f"'{name_of(self._function)}'"
         verb = f"returned {error}" if isinstance(error, BadScore) else what_happened(error)
         reasons = Counter(each.partition(",")[0] for each in job.errors)
@@ -558,47 +557,33 @@ class RewardAgent:
             verb += f" on each of {job.tries} tries"
         if job.tries > 1 or isinstance(error, TimeoutError):
             verb += f" (last: {job.last_s:.1f} s)"
-        return f"{name} {verb}{'; ' + why if why else ''}; {fix_of(error)}."
-
-    def _finish_job(self, job: Job, outcome: Scored | Failed) -> None:
-        """Ends each request of a job: writes it to the ledger, and routes it to its step."""
-        requests, end = self._take_requests(job), clock.now()
-        if isinstance(outcome, Scored):
-            self._latency_s.append(end - job.begin)
-            self._count_tokens(outcome.extras)
-        failed_tries, alone = "; ".join(job.errors), len(requests) == 1
-        for request in requests:
-            request.begin = request.end = end
-            if request.source != "shared":  # which used no time of the service
-                request.begin, request.tries, request.notes = job.begin, job.tries, job.notes
+        message, end = f"{name} {verb}{'; ' + why if why else ''}; {fix_of(error)}.", clock.now()
+        for request in self._take_requests(job):
+            self._ends(request, job, end)
+            state = request.step
             if self.ledger is not None:
-                where = request.step.key, request.group, request.sample, job.key
-                if isinstance(outcome, Failed):
-                    self.ledger.failed(*where, outcome.message, failed_tries)
-                else:
-                    tries = 0 if request.source == "shared" else job.tries
-                    answer = Answer(outcome.score, outcome.extras, end - job.begin, tries)
-                    self.ledger.answered(*where, answer, failed_tries)
+                where = state.key, request.group, request.sample, job.key
+                self.ledger.failed(*where, message, "; ".join(job.errors))
             if request.open:
-                if isinstance(outcome, Scored) and not alone:
-                    self._route(request, replace(outcome, extras=own_copy(outcome.extras)))
-                else:
-                    self._route(request, outcome)
+                if self.steps.failed(request, message, error):
+                    self._whole(state, request.group)
+                self.steps.check_failed_share(state, error)
 
-    def _route(self, request: Request, outcome: Scored | Failed) -> None:
-        """Gives a request its outcome; the last one of a group passes the group on."""
-        state = request.step
-        if isinstance(outcome, Scored):
-            request.source = request.source or outcome.source
-            whole = self.steps.scored(request, outcome.score, outcome.extras)
+    def _ends(self, request: Request, job: Job, end: float) -> None:
+        request.begin = request.end = end
+        if request.source != "shared":  # which used no time of the service
+            request.begin, request.tries, request.notes, request.source = job.begin, job.tries, job.notes, job.source
+
+    def _scored(self, request: Request, score: float, extras: dict[str, Any]) -> None:
+        if self.steps.scored(request, score, extras):
+            self._whole(request.step, request.group)
+
+    def _whole(self, state: StepRequests, group: int) -> None:
+        """Passes on a group whose last request has ended."""
+        if self._group_method is not None and any(request.kept for request in state.groups[group]):
+            state.post_processing.append(self._spawn(self._post_process_group(state, group)))
         else:
-            whole = self.steps.failed(request, outcome.message, outcome.error)
-        if whole and self._group_method is not None and any(each.kept for each in state.groups[request.group]):
-            state.post_processing.append(self._spawn(self._post_process_group(state, request.group)))
-        elif whole:
-            self.steps.arrive(state, request.group)
-        if isinstance(outcome, Failed):
-            self.steps.check_failed_share(state, outcome.error)
+            self.steps.arrive(state, group)
 
     async def _post_process_group(self, state: StepRequests, group: int) -> None:
         """Replaces the scores of a whole group by what the user's method returns for them, and passes the group on."""
@@ -649,16 +634,6 @@ class RewardAgent:
             request.job = None
         return requests
 
-    def _count_tokens(self, extras: Mapping[str, Any]) -> None:
-        used = tokens_used(extras)
-        self._counts["tokens"] += used or 0
-        if self._unmetered and used is None:
-            logger.warning(
-                "reward.tpm limits nothing: '{}' has no method tokens, and its answers have no column 'tokens'.",
-                name_of(self._reward),
-            )
-        self._unmetered = False
-
     # --- the event loop -----------------------------------------------------------------------------------------
 
     def _now(self) -> float:
@@ -682,13 +657,8 @@ class RewardAgent:
             fix = "give its own requests a time-out, or raise reward.timeout"
             self.steps.halt(f"{count} calls of '{name}' keep running after their time is over, {limit}; {fix}.", None)
 
-    # --- the user's log -----------------------------------------------------------------------------------------
-
-    def _call_log(self, log: Callable[..., Any], rewards: Batch) -> None:
+    async def _call_log(self, log: Callable[..., Any], rewards: Batch) -> None:
         """Calls the user's ``log`` with collected rewards; its first error is logged, and none ends the run."""
-        if self._logs >= _LOGS:
-            self._warn_of_log(log, f"has not returned from {_LOGS} calls, so that it is left out of further ones")
-            return
         records, columns = rewards.meta["records"], rewards.columns
         keywords = {
             "timestamps": [record["begin"] for record in records],
@@ -697,20 +667,47 @@ class RewardAgent:
             "latencies": [record["end"] - record["begin"] for record in records],
             "group_uids": rewards.groups.tolist(),
         }
+        try:
+            # Without a time-out: it delays nothing, and an abandoned call would count as one of the function.
+            await self._calls.run(log, keywords)
+        except Exception as error:
+            if not self._log_failed:
+                logger.warning("reward log: '{}' raised {}; the run continues.", name_of(log), describe(error))
+            self._log_failed = True
 
-        async def call() -> None:
-            try:
-                # Without a time-out: it delays nothing, and an abandoned call would count as one of the function.
-                await self._calls.run(log, keywords)
-            except Exception as error:
-                self._warn_of_log(log, f"raised {describe(error)}")
-            finally:
-                self._logs -= 1
 
-        self._logs += 1
-        self._spawn(call())
+def _read(result: Any) -> Scored:
+    score, extras = read_result(result)
+    # These columns hold texts of servers, and are kept and shown.
+    return score, redact_known(extras) if extras else extras
 
-    def _warn_of_log(self, log: Callable[..., Any], what: str) -> None:
-        if not self._log_failed:
-            logger.warning("reward log: '{}' {}; the run continues.", name_of(log), what)
-        self._log_failed = True
+
+def arguments_of(samples: Batch) -> list[dict[str, Any]]:
+    """Returns the keywords of the call for each row, under verl's names.
+
+    Args:
+        samples: see :meth:`RewardAgent.submit`; with ``responses``, tokens ``[rows, R]``, their ids are added.
+    """
+    ends = own = None
+    if "response_mask" in samples:
+        own = samples.nonzero("response_mask").tolist()
+        # Tokens inside a response may be masked out of the loss (a tool's).
+        backwards = samples["response_mask"].cpu().numpy()[:, ::-1].astype(bool)
+        ends = np.where(backwards.any(axis=1), backwards.shape[1] - backwards.argmax(axis=1), 0)
+    texts, sources, truths = samples["response_text"], samples["data_source"], samples["ground_truth"]
+    names = ("extra_info", "raw_prompt", "finish_reason", "responses")
+    extras, prompts, finishes, ids = (samples[name] if name in samples else None for name in names)  # noqa: SIM401
+    found = []
+    for row, text in enumerate(texts):
+        extra = dict((None if extras is None else extras[row]) or {})
+        if prompts is not None and prompts[row] is not None:
+            extra["raw_prompt"] = prompts[row]
+        if finishes is not None:
+            extra["finish_reason"] = finishes[row]
+        if own is not None:
+            extra["response_length"] = own[row]
+        if ids is not None:
+            extra["response_ids"] = ids[row][: None if ends is None else ends[row]].tolist()
+        given = {"data_source": sources[row], "solution_str": text, "ground_truth": truths[row]}
+        found.append({**given, "extra_info": extra})
+    return found

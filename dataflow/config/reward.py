@@ -30,21 +30,6 @@ Rate = Annotated[float, Field(ge=0.001)]
 """Per minute; below, a single request would wait for most of a day."""
 
 
-class EndpointConfig(Section):
-    """Limits of one endpoint, in addition to those of section reward."""
-
-    concurrency: PositiveInt | None = None
-    """Requests in flight there; null for reward.concurrency."""
-    rpm: Rate | None = None
-    """Requests that may begin there in any minute; null for no limit."""
-    tpm: Rate | None = None
-    """Tokens that may be sent for there in any minute; null for no limit."""
-    adaptive: bool = False
-    """Lower its concurrency on 429, 503, 529 and time-outs, and raise it again afterwards."""
-    floor: PositiveInt = 1
-    """Where adaptive stops lowering."""
-
-
 class RewardConfig(Section):
     """The reward agent: how requests are sent, and what happens to those that fail."""
 
@@ -58,8 +43,6 @@ class RewardConfig(Section):
     """Lower the concurrency on 429, 503, 529 and time-outs, and raise it again afterwards."""
     floor: PositiveInt = 1
     """Where adaptive stops lowering."""
-    endpoints: dict[str, EndpointConfig] = Field(default_factory=dict)
-    """Limits of single endpoints, by the name that the reward object's endpoint() returns (a judge's address)."""
     timeout: PositiveFloat | None = 120.0
     """Seconds that one try may take; null for no limit."""
     tries: PositiveInt = 4

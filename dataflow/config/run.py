@@ -45,7 +45,7 @@ from dataflow.errors import ConfigError, counted
 from dataflow.rewards.naming import keyed
 
 if TYPE_CHECKING:
-    from dataflow.rewards.requests import GroupFilter
+    from dataflow.rewards.steps import GroupFilter
 
 __all__ = [
     "EngineConfig",
@@ -199,7 +199,7 @@ class RunConfig(BaseConfig):
     @property
     def group_filter(self) -> GroupFilter | None:
         """Which finished groups a step leaves out, and how many at most; None for none."""
-        from dataflow.rewards.requests import GroupFilter
+        from dataflow.rewards.steps import GroupFilter
 
         if not self.algorithm.filter_groups.enable:
             return None

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.numeric import LARGEST_SCORE, count_of, kind_of, real_number
+from dataflow.usercode.numeric import LARGEST_SCORE, kind_of, real_number
 
 RESERVED = frozenset({
     "attention_mask", "finish_reason", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses",
     "request_begin", "request_end", "request_failed_tries", "request_how", "request_tries",
 })  # fmt: skip
 """Columns of the rollout and of the request, which a reward must not return."""
-
-_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
-"""Iterating over these yields characters, bytes, keys, or values in no order."""
+_EXACT = 2.0**53
+"""Below it a float holds each whole number."""
 
 
 def read_number(value: Any) -> float:
@@ -44,19 +43,16 @@ def read_score(value: Any) -> float:
 
 
 def read_scores(scores: Any, count: int) -> list[float]:
-    """Returns the scores that ``post_process_scores`` returned.
-
-    Args:
-        scores: a list, or an array or tensor of one dimension.
-        count: number of samples in the group.
+    """Returns the scores that ``post_process_scores`` returned for ``count`` samples: a list, an array or a tensor.
 
     Raises:
         ValueError: the value has another type or length, or contains something that is not a number.
     """
+    # Iterating over these yields characters, bytes, keys, or values in no order.
+    if isinstance(scores, str | bytes | Mapping | Set) or not hasattr(scores, "__len__"):
+        raise ValueError(kind_of(scores))
     if getattr(scores, "shape", None) == ():
         raise ValueError(f"{kind_of(scores)} of one number")
-    if isinstance(scores, _NO_LISTS) or not hasattr(scores, "__len__"):
-        raise ValueError(kind_of(scores))
     if len(scores) != count:
         raise ValueError(f"{len(scores)} scores for {count} samples")
     return [read_score(score) for score in scores]
@@ -74,19 +70,25 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     if isinstance(result, Mapping):
         if "score" not in result:
             raise ValueError(f"a dict without 'score' (keys: {', '.join(map(repr, result)) or 'none'})")
-        odd = next((key for key in result if not isinstance(key, str)), None)
-        if odd is not None:
-            raise ValueError(f"a dict with the key {odd!r}, which is not a column name")
-        if taken := RESERVED.intersection(result):
-            raise ValueError(f"a dict with the key {min(taken)!r}, which is a column of the rollout or the request")
-        # Copies: the function may keep what it returned, and change it for the next sample.
-        extras = own_copy({key: value for key, value in result.items() if key != "score"})
-        return _part(result["score"], "a dict whose 'score' is"), extras
-    if isinstance(result, tuple):
+        for key in result:
+            if not isinstance(key, str):
+                raise ValueError(f"a dict with the key {key!r}, which is not a column name")
+            if key in RESERVED:
+                raise ValueError(f"a dict with the key {key!r}, which is a column of the rollout or the request")
+        score, where = result["score"], "a dict whose 'score' is"
+        extras = {key: value for key, value in result.items() if key != "score"}
+    elif isinstance(result, tuple):
         if len(result) != 3:
             raise ValueError(f"a tuple of {len(result)}")
-        return _part(result[0], "a tuple whose score is"), own_copy({"query": result[1], "explanation": result[2]})
-    return read_score(result), {}
+        score, where = result[0], "a tuple whose score is"
+        extras = {"query": result[1], "explanation": result[2]}
+    else:
+        return read_score(result), {}
+    try:
+        # Copies: the function may keep what it returned, and change it for the next sample.
+        return read_score(score), own_copy(extras)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from error
 
 
 def tokens_used(result: Any) -> int | None:
@@ -95,11 +97,9 @@ def tokens_used(result: Any) -> int | None:
     Returns:
         None if there is no such column, or it is no count: it may be anything, such as the tokens themselves.
     """
-    return count_of(result.get("tokens")) if isinstance(result, Mapping) else None
-
-
-def _part(score: Any, where: str) -> float:
+    value = result.get("tokens") if isinstance(result, Mapping) else None
     try:
-        return read_score(score)
-    except ValueError as error:
-        raise ValueError(f"{where} {error}") from error
+        number = -1.0 if isinstance(value, bool) else real_number(value)
+    except ValueError:
+        return None
+    return int(number) if 0 <= number < _EXACT and number.is_integer() else None

@@ -30,8 +30,6 @@ from dataflow.timeline.agents import MAIN
 from dataflow.timeline.spans import Level, Trace
 
 FILE = "policy.json"
-RECENT = 2000
-"""Last reward requests, which name the endpoints in use."""
 LIMIT_S = 600.0
 """Seconds after which a plan is given up."""
 
@@ -191,10 +189,8 @@ def _words(policy: SchedulingPolicy) -> str:
 
 
 def limit_in_force(trace: Trace) -> float | None:
-    """Returns the requests in flight at most at present, if the agent has adapted that number for each endpoint."""
-    now = {level.name: level.value for level in trace.levels if level.name.startswith(f"{MAIN} limit")}
-    asked = {mark.args.get("endpoint") for mark in trace.marks[-RECENT:] if mark.resource == MAIN}
-    return sum(now.values()) if len(now) >= max(1, len(asked)) else None
+    """Returns the requests in flight at most at present, if the agent has adapted that number."""
+    return next((level.value for level in reversed(trace.levels) if level.name == f"{MAIN} limit"), None)
 
 
 async def forecast(question: tuple[Any, ...]) -> list[float | None]:

@@ -29,7 +29,7 @@ MAY_CHANGE = (
     "engine.urls", "engine.weights_dir", "executor", "judge.api_key_env", "judge.latency", "judge.max_cost",
     "judge.max_tokens", "judge.price_per_million", "judge.time_scale", "judge.timeout", "judge.url", "profile", "ray",
     "resume", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline",
-    "reward.endpoints", "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned",
+    "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned",
     "reward.max_backoff", "reward.max_failed_share", "reward.restarts", "reward.rpm", "reward.timeout", "reward.tpm",
     "reward.tries", "samples", "steps", "tracking", "trainer.activation_offload", "trainer.max_skipped",
     "trainer.optimizer_offload", "trainer.param_offload", "trainer.restarts", "trainer.threads", "trainer.world_size",

@@ -10,7 +10,7 @@ from dataflow.graph import Hosted, Stage, TaskInfo, stage
 from dataflow.reward_agent import BESIDE, MAIN, GroupFilter, RewardAgent, Ticket, metric
 from dataflow.stages.validate import accuracies, mean_scores
 
-_NOW = ("running", "waiting", "abandoned")
+_NOW = ("running", "waiting", "abandoned", "limit")
 """The agent's stats whose current values are logged with each step."""
 
 
@@ -73,7 +73,6 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
             **agent.used(stats),  # first, as the user names some of these
             **rewards.meta["step"],
             **{name: float(stats[name]) for name in _NOW if name in stats},
-            **{f"limit{'/' + name if name else ''}": float(n) for name, n in stats["limit"].items()},
         }
         task.log({metric(agent.name, name): value for name, value in found.items()})
     # Without meta: the marks are in the trace, and later batches need not carry them.
@@ -174,5 +173,5 @@ def mark_requests(rewards: Batch, agent: str, task: TaskInfo, **facts: Any) -> N
     """Records the requests of collected rewards in the trace, with facts of each, and how the agent's limit varied."""
     for record in rewards.meta["records"] + rewards.meta["replaced"]:
         task.mark("reward", **record, step=task.step, **facts)
-    for at, endpoint, limit in rewards.meta["limits"]:
-        task.level(f"{agent} limit" + (f" {endpoint}" if endpoint else ""), at, limit)
+    for at, limit in rewards.meta["limits"]:
+        task.level(f"{agent} limit", at, limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import numbers
 from collections.abc import Mapping
@@ -12,8 +11,6 @@ from dataflow.errors import an
 
 LARGEST_SCORE = 1e15
 """float32 holds its square times 10^8, the tokens over which advantages may be whitened."""
-_EXACT = 2.0**53
-"""Below it a float holds each whole number."""
 
 
 def real_number(value: Any) -> float:
@@ -38,28 +35,6 @@ def real_number(value: Any) -> float:
         return float(number)
     except OverflowError as error:
         raise ValueError("a number too large for a float") from error
-
-
-def count_of(value: Any) -> int | None:
-    """Returns a whole number of 0 or more that a float holds exactly, such as tokens; None for anything else.
-
-    >>> count_of(7.0), count_of(True), count_of(-1), count_of(10**400)
-    (7, None, None, None)
-    """
-    try:
-        number = -1.0 if isinstance(value, bool) else real_number(value)
-    except ValueError:
-        return None
-    return int(number) if 0 <= number < _EXACT and number.is_integer() else None
-
-
-def as_float32(number: float) -> float:
-    """Returns a number as float32 holds it, in which advantages are computed and scores are compared.
-
-    >>> as_float32(0.1 + 0.2) == as_float32(0.3), as_float32(1e-46)
-    (True, 0.0)
-    """
-    return ctypes.c_float(number).value
 
 
 def kind_of(value: Any) -> str:

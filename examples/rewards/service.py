@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from zlib import crc32
 
 import aiohttp
 
@@ -17,8 +16,8 @@ class EmptyReply(Exception):
 class Service:
     """Calls ``POST URL/score``, which answers ``{"score": 0.5, "why": "...", "tokens": 312}``."""
 
-    def __init__(self, urls: list[str], scale: float = 1.0) -> None:
-        self._urls, self._scale = urls, scale
+    def __init__(self, url: str, scale: float = 1.0) -> None:
+        self._url, self._scale = url, scale
         self._session: aiohttp.ClientSession | None = None
 
     async def compute_score(
@@ -30,16 +29,12 @@ class Service:
             none = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=none)
         task = {"response": solution_str, "reference": ground_truth, "prompt": extra_info.get("raw_prompt")}
-        async with self._session.post(f"{self.endpoint(solution_str)}/score", json=task) as reply:
+        async with self._session.post(f"{self._url}/score", json=task) as reply:
             reply.raise_for_status()
             answer = await reply.json()
         if not answer:
             raise EmptyReply
         return {"score": answer["score"] * self._scale, "explanation": answer["why"], "tokens": answer["tokens"]}
-
-    def endpoint(self, solution_str: str, **_: Any) -> str:
-        """Returns the address of the call, the same for each try; reward.endpoints may limit each address."""
-        return self._urls[crc32(solution_str.encode()) % len(self._urls)]
 
     def tokens(self, solution_str: str, **_: Any) -> int:
         """Estimates the tokens of the call, for reward.tpm; the column 'tokens' corrects it afterwards."""

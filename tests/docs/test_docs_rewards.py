@@ -23,7 +23,7 @@ from dataflow.config.keys.overrides import fields
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import parse_overrides
 from dataflow.planning.config import PlanConfig
-from dataflow.reward_agent import Limits, RewardAgent
+from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.failure import KINDS
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.results import RESERVED
@@ -192,9 +192,6 @@ class Costly:
     async def compute_score(self, solution_str: str, **_: Any) -> dict[str, Any]:
         return {"score": await fragile(solution_str)}
 
-    def endpoint(self, **_: Any) -> str:
-        return "ENDPOINT"
-
     def usage(self) -> dict[str, float]:
         counts = dict.fromkeys(("truncated",), 1.0)  # of served models
         return {"tokens": 3.0, "cost": 0.1, "NAME": 2.0, **counts}
@@ -208,8 +205,7 @@ async def metrics() -> dict[str, float]:
     from dataflow.stages.reward import reward_collect, reward_request, val_score
 
     samples = batch([["bad", "1"], ["2", "3"]])
-    limits = Limits(endpoints={"ENDPOINT": Limits(2)})
-    agent = RewardAgent(Costly(), limits=limits, on_failure="drop_group", max_failed_share=1)
+    agent = RewardAgent(Costly(), on_failure="drop_group", max_failed_share=1)
     task = TaskInfo(step=1)
     ticket = await reward_request(samples, agent=agent, task=task)
     found = await reward_collect(ticket, agent=agent, task=task)

@@ -96,8 +96,8 @@ def test_service_is_asked_until_it_answers() -> None:
         return web.json_response({"score": len(came[-1]["response"]), "why": "its length", "tokens": 5})
 
     async def body() -> tuple[Batch, dict[str, Any]]:
-        async with serving("/score", reply) as one, serving("/score", reply) as other:
-            kwargs = {"urls": [one, other], "scale": 0.5}
+        async with serving("/score", reply) as url:
+            kwargs = {"url": url, "scale": 0.5}
             agent = agent_of("service.py", name="Service", reward_kwargs=kwargs)
             return await rewards(agent, batch([["a", "bb"], ["ccc", "ccc"]])), agent.stats()
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.rewards.arguments import Arguments
+from dataflow.reward_agent import arguments_of
 from dataflow.rewards.failure import parse_rule
-from dataflow.rewards.requests import State, StepRequests
-from dataflow.rewards.steps import step_summary
+from dataflow.rewards.steps import State, StepRequests, step_summary
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -32,7 +31,7 @@ def test_extra_info_has_the_prompt_and_the_length_beside_the_datas_own() -> None
         responses=torch.arange(12).reshape(4, 3),
         finish_reason=["stop", "length", "length", "stop"],
     )
-    rows = Arguments(samples).rows(0, 4)
+    rows = arguments_of(samples.only(*(name for name in samples.names if name != "responses")))
     assert {name: rows[0][name] for name in ("data_source", "solution_str", "ground_truth")} == {
         "data_source": "d",
         "solution_str": "text",
@@ -44,7 +43,7 @@ def test_extra_info_has_the_prompt_and_the_length_beside_the_datas_own() -> None
         {"response_length": 0, "finish_reason": "length"},
         {"raw_prompt": "mine", "response_length": 2, "finish_reason": "stop"},
     ], "a token that is masked within a response is not the model's"
-    ids = [row["extra_info"]["response_ids"] for row in Arguments(samples, with_ids=True).rows(0, 4)]
+    ids = [row["extra_info"]["response_ids"] for row in arguments_of(samples)]
     assert ids == [[0, 1], [3, 4, 5], [], [9, 10, 11]]
 
 

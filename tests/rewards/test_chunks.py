@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataflow.errors import DataflowError, RewardFailed
-from dataflow.rewards.requests import Ticket
+from dataflow.rewards.steps import Ticket
 from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
 from tests.rigs.virtual_time import run_virtual
 

@@ -80,7 +80,7 @@ class Life:
         self.cancelled: Counter[str] = Counter()
         self.now = self.most = 0
         self.ends: dict[str, End] = {}
-        self.changes: list[tuple[float, str, int]] = []
+        self.changes: list[tuple[float, int]] = []
         self.steps: dict[str, int] = {}
         self.collects: list[asyncio.Task[None]] = []
 
@@ -101,16 +101,13 @@ class Life:
             raise does.error
         return does.result
 
-    def endpoint(self, data_source: str, **_: Any) -> str:
-        return data_source
-
     def tokens(self, **_: Any) -> int:
         return 0
 
-    def ask(self, *names: str, at: str = "") -> None:
+    def ask(self, *names: str) -> None:
         for name in names:
             step = self.steps[name] = len(self.steps) + 1
-            columns = {"response_text": [name], "data_source": [at], "ground_truth": [""]}
+            columns = {"response_text": [name], "data_source": [""], "ground_truth": [""]}
             self.agent.submit(step, Batch([0], columns))
             self.collects.append(asyncio.create_task(self._collect(step, name)))
 
@@ -282,18 +279,15 @@ def throttled(seconds: float) -> list[Does]:
     return [Does(error=error(status=429, retry_after=seconds)), Does()]
 
 
-def test_retry_after_pauses_that_endpoint_only_and_nobody_polls() -> None:
+def test_retry_after_pauses_all_calls_and_nobody_polls() -> None:
     async def then(life: Life) -> None:
-        life.ask("a", "c", at="one")
-        await asyncio.sleep(2)
-        life.ask("b", at="other")
-        await asyncio.sleep(2)
+        life.ask("a", "b")
+        await asyncio.sleep(4)
         assert timers() == about(21, 21), "the end of the pause, and of a's wait"
 
-    plan = {"a": throttled(20.0), "b": [Does()], "c": [Does()]}
-    found = lives(plan, then, limits=Limits(4, endpoints={"one": Limits(1), "other": Limits(1)}))
-    assert [found.times(name) for name in "bac"] == [about(2), about(0, 22), about(21)]
-    assert found.ends["c"].record["held_by"] == "slot"
+    found = lives({"a": throttled(20.0), "b": [Does()]}, then, limits=Limits(1))
+    assert [found.times(name) for name in "ab"] == [about(0, 22), about(21)]
+    assert found.ends["b"].record["held_by"] == "slot"
 
 
 def test_a_service_that_is_away_for_longer_than_the_deadline_keeps_nobody_waiting() -> None:
@@ -372,9 +366,9 @@ def test_tokens_that_a_call_used_count_for_those_behind_it() -> None:
 def test_an_adaptive_limit_falls_on_429_and_rises_again() -> None:
     plan = {f"{i:03}": [*[Does(error=BUSY)] * (i < 10), Does()] for i in range(200)}
     found = lives(plan, limits=Limits(10, adaptive=True))
-    limits = [limit for _at, _name, limit in found.changes]
+    limits = [limit for _at, limit in found.changes]
     assert (limits[0], limits[-1], max(limits)) == (7, 10, 10), "cut once for calls in flight together, then raised"
-    assert (found.most, found.agent.stats()["limit"]) == (10, {"": 10})
+    assert (found.most, found.agent.stats()["limit"]) == (10, 10)
 
 
 # --- ends, and what is left behind -------------------------------------------------------------------------------

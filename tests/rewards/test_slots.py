@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,6 @@ MINUTE = 60.0 - 1e-4
 @dataclass(eq=False)
 class Item:
     priority: tuple[int, int, int]
-    endpoint: str = ""
     tokens: int = 0
     seconds: float = 0.0
     """How long it will hold its slot."""
@@ -44,8 +43,7 @@ class Rig:
     def __init__(self, limits: Limits) -> None:
         self.loop, self.slots = asyncio.get_running_loop(), Slots(limits)
         self.begun: list[Item] = []
-        self.now: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
+        self.now = 0
         self.tasks: list[asyncio.Task[None]] = []
 
     def push(self, count: int = 1, step: int = 1, **options: Any) -> list[Item]:
@@ -57,32 +55,29 @@ class Rig:
         slot = await self.slots.acquire(item)
         item.begin = self.loop.time()
         self.begun.append(item)
-        for name in {"all", item.endpoint}:
-            self.now[name] += 1
-            self.most[name] = max(self.most[name], self.now[name])
+        self.now += 1
         try:
             await asyncio.sleep(item.seconds)
         finally:
-            self.now.subtract({"all", item.endpoint})
+            self.now -= 1
             self.slots.release(slot, used=item.used)
 
     def cancel(self, item: Item) -> None:
         self.tasks[item.priority[2]].cancel()
 
-    def times(self, endpoint: str | None = None) -> list[float]:
-        return [item.begin for item in self.begun if endpoint in (None, item.endpoint)]
+    def times(self) -> list[float]:
+        return [item.begin for item in self.begun]
 
-    def most_in_a_minute(self, weight: Callable[[Item], float] = lambda _item: 1, endpoint: str | None = None) -> float:
+    def most_in_a_minute(self, weight: Callable[[Item], float] = lambda _item: 1) -> float:
         """Returns what any 60 seconds hold at most."""
         window: deque[tuple[float, float]] = deque()
         best = inside = 0.0
         for item in self.begun:
-            if endpoint in (None, item.endpoint):
-                window.append((item.begin, weight(item)))
-                inside += window[-1][1]
-                while window[0][0] < item.begin - MINUTE:
-                    inside -= window.popleft()[1]
-                best = max(best, inside)
+            window.append((item.begin, weight(item)))
+            inside += window[-1][1]
+            while window[0][0] < item.begin - MINUTE:
+                inside -= window.popleft()[1]
+            best = max(best, inside)
         return best
 
 
@@ -98,7 +93,7 @@ def on_slots(limits: Limits, then: Callable[[Rig], Coroutine[Any, Any, None]]) -
             patch.setattr("dataflow.system.clock.now", asyncio.get_running_loop().time)
             rig = Rig(limits)
             await then(rig)
-            assert rig.slots.running == rig.now["all"] == sum(queue.running for queue in rig.slots._all)
+            assert rig.slots.running == rig.now
             for task in rig.tasks:
                 task.cancel()
             await asyncio.gather(*rig.tasks, return_exceptions=True)
@@ -152,16 +147,14 @@ def test_a_cancelled_item_leaves_its_place_and_its_slot_to_the_next() -> None:
 # --- pauses --------------------------------------------------------------------------------------------------
 
 
-def test_a_paused_endpoint_starts_nothing_until_its_longest_pause_is_over_and_the_others_go_on() -> None:
+def test_nothing_begins_until_the_longest_pause_is_over() -> None:
     async def then(rig: Rig) -> None:
         for seconds in (10.0, 30.0, 5.0):
-            rig.slots.pause(rig.slots.queues["a"], seconds)
-        rig.push(3, endpoint="a", seconds=1.0)
+            rig.slots.pause(seconds)
         rig.push(3, seconds=1.0)
         await asyncio.sleep(60)
 
-    rig = on_slots(Limits(2, endpoints={"a": Limits(2)}), then)
-    assert (rig.times(""), rig.times("a")) == (about(0, 0, 1), about(30, 30, 31))
+    assert on_slots(Limits(2), then).times() == about(30, 30, 31)
 
 
 @pytest.mark.parametrize(
@@ -172,16 +165,16 @@ def test_a_paused_endpoint_starts_nothing_until_its_longest_pause_is_over_and_th
         (Limits(1), 0.0, 1, "slot"),
         (Limits(8, rpm=1), 0.0, 1, "rate"),
         (Limits(8, rpm=1), 5.0, 0, "pause"),
-        (Limits(8, endpoints={"a": Limits(8, tpm=9)}), 0.0, 1, "rate"),
+        (Limits(8, tpm=9), 0.0, 1, "rate"),
     ],
 )
 def test_an_item_says_what_it_has_waited_for(limits: Limits, pause_s: float, others: int, cause: str) -> None:
     async def then(rig: Rig) -> None:
-        rig.push(others, endpoint="a", tokens=9, seconds=1.0)
+        rig.push(others, tokens=9, seconds=1.0)
         await asyncio.sleep(0)
         if pause_s:
-            rig.slots.pause(rig.slots.queues.get("a", rig.slots.queues[""]), pause_s)
-        (item,) = rig.push(endpoint="a")
+            rig.slots.pause(pause_s)
+        (item,) = rig.push()
         await asyncio.sleep(100)
         assert item.held_by == cause
 
@@ -240,7 +233,6 @@ pushes = st.lists(
     st.tuples(
         st.integers(0, 100),  # when
         st.integers(1, 3),  # step
-        st.sampled_from(["", "a", "b"]),
         st.integers(0, 120),  # tokens
         st.sampled_from([0.0, 0.5, 7.0]),  # seconds
         st.sampled_from([True, True, True, False]),  # whether it stays
@@ -256,34 +248,30 @@ rates = st.none() | st.integers(5, 200)
     st.integers(1, 5),
     rates,
     st.none() | st.integers(120, 2000),
-    rates,
-    st.lists(st.tuples(st.integers(0, 100), st.sampled_from(["", "a"]), st.integers(1, 40)), max_size=3),
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 40)), max_size=3),
 )
 def test_all_that_stays_begins_and_no_limit_is_passed(
-    plan: list[tuple[int, int, str, int, float, bool]],
+    plan: list[tuple[int, int, int, float, bool]],
     slots: int,
     rpm: float | None,
     tpm: float | None,
-    own_rpm: float | None,
-    pauses: list[tuple[int, str, int]],
+    pauses: list[tuple[int, int]],
 ) -> None:
     async def then(rig: Rig) -> None:
-        def push(step: int, endpoint: str, tokens: int, seconds: float, stays: bool) -> None:
-            (item,) = rig.push(step=step, endpoint=endpoint, tokens=tokens, seconds=seconds)
+        def push(step: int, tokens: int, seconds: float, stays: bool) -> None:
+            (item,) = rig.push(step=step, tokens=tokens, seconds=seconds)
             if not stays:
                 rig.loop.call_later(0.3, rig.cancel, item)
 
-        for at, step, endpoint, tokens, seconds, stays in plan:
-            rig.loop.call_at(at, push, step, endpoint, tokens, seconds, stays)
-        for at, name, seconds in pauses:
-            rig.loop.call_at(at, lambda name, seconds: rig.slots.pause(rig.slots.queues[name], seconds), name, seconds)
+        for at, *what in plan:
+            rig.loop.call_at(at, push, *what)
+        for at, seconds in pauses:
+            rig.loop.call_at(at, rig.slots.pause, seconds)
         await asyncio.sleep(60 * 250)
         assert rig.slots.running == 0
 
-    rig = on_slots(Limits(slots, rpm=rpm, tpm=tpm, endpoints={"a": Limits(2, rpm=own_rpm), "b": Limits(64)}), then)
+    rig = on_slots(Limits(slots, rpm=rpm, tpm=tpm), then)
     assert len(rig.begun) >= sum(stays for *_, stays in plan)
     assert rig.slots.peak <= slots
-    assert rig.most["a"] <= 2
     assert rig.most_in_a_minute() <= (rpm or math.inf)
-    assert rig.most_in_a_minute(endpoint="a") <= (own_rpm or math.inf)
     assert rig.most_in_a_minute(tokens_of) <= (tpm or math.inf) + max(0, max(tokens for *_, tokens, _s, _w in plan))

@@ -20,7 +20,7 @@ from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.running import replanning as auto
 from dataflow.running.replanning import limit_in_force, load_schedule, within
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import Level, Mark, Trace
+from dataflow.timeline.spans import Level, Trace
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -155,12 +155,10 @@ def test_a_resume_keeps_the_limits_that_it_is_given() -> None:
     assert [streams.at(step).stream_rollout for step in (8, 9)] == [False, True]
 
 
-def test_the_limit_in_force_is_that_of_all_endpoints_or_none() -> None:
-    marks = [Mark("reward", "reward", 0.0, 1.0, {"step": 1, "endpoint": name}) for name in "ab"]
-    levels = [Level("reward limit a", 0.0, 9), Level("reward limit a", 1.0, 8), Level("reward limit b", 1.0, 4)]
-    assert limit_in_force(Trace(marks=marks, levels=levels)) == 12
-    assert limit_in_force(Trace(marks=marks, levels=levels[:2])) is None, "that of b is not known"
-    assert limit_in_force(Trace(marks=marks)) is None
+def test_the_limit_in_force_is_the_last_or_none() -> None:
+    levels = [Level("reward limit", 0.0, 9), Level("reward limit", 1.0, 8), Level("style limit", 1.0, 4)]
+    assert limit_in_force(Trace(levels=levels)) == 8
+    assert limit_in_force(Trace()) is None
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from dataflow.engines.base import Sampling
 from dataflow.errors import DataError, ModelError, RunError
 from dataflow.graph import TaskInfo
 from dataflow.models.tokenizer import load_chat_tokenizer, prompt_ids
-from dataflow.rewards.arguments import Arguments
+from dataflow.reward_agent import arguments_of
 from dataflow.rewards.managers import build_manager
 from dataflow.stages.advantage import advantage
 from dataflow.stages.conversation import Talk
@@ -407,7 +407,7 @@ def estimated(batch: Batch, estimator: str = "grpo") -> Batch:
 
 
 def test_rewards_see_the_whole_response_and_the_length_of_the_models_own_tokens(talked: Batch) -> None:
-    rows = Arguments(talked, with_ids=True).rows(0, len(talked))
+    rows = arguments_of(talked)
     there = talked["attention_mask"][:, talked["prompts"].shape[1] :].sum(dim=1)
     own = there - holes(talked).sum(dim=1)
     assert [row["extra_info"]["response_length"] for row in rows] == own.tolist() != there.tolist()
@@ -416,7 +416,7 @@ def test_rewards_see_the_whole_response_and_the_length_of_the_models_own_tokens(
     assert "tool\n4\n" in rows[0]["solution_str"]
     for limit, score in ((int(own[0]) + 1, 1.0), (int(own[0]), 0.0)):  # the penalty for overlong responses
         penalised = build_manager("dapo", lambda **_: 1.0, overlong_buffer_len=1, max_response_length=limit)
-        assert penalised.compute_score(**Arguments(talked).rows(0, 1)[0])["score"] == score
+        assert penalised.compute_score(**arguments_of(talked)[0])["score"] == score
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])

@@ -95,7 +95,7 @@ class Judge:
     Args:
         url: of the server: ``http://host:port``, with or without ``/v1`` or ``/v1/chat/completions``; another path
             must end in ``/chat/completions``. A password in it (``https://user:password@host``) is sent as basic
-            authentication and left out of the endpoint's name.
+            authentication.
         model: name of the model in the request.
         api_key_env: environment variable that holds the API key, if the server requires one.
         timeout: of one call, in seconds; None uses the agent's.
@@ -106,9 +106,6 @@ class Judge:
         max_cost: the same as a cost, in the currency of ``price_per_million``.
         price_per_million: of prompt tokens and of reply tokens.
         rubric: the prompt and the score, see :class:`~dataflow.rewards.judge.rubric.Rubric`.
-
-    Attributes:
-        endpoints: the name of the server: the url as given, without a password.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -129,10 +126,9 @@ class Judge:
         price_per_million: Sequence[float] | None = None,
         **rubric: Any,
     ) -> None:
-        name, login = without_login(url)
-        self.endpoints, self._address = [name], address_of(url)
+        self._address = address_of(url)
         key = key_of(api_key_env, "judge.api_key_env")
-        if key and login:
+        if key and without_login(url)[1]:
             raise ConfigError("judge.api_key_env is given, and judge.url also holds a password; give one of the two.")
         self.client = Client(key, timeout)
         self._rubric = Rubric(**rubric)
@@ -175,10 +171,6 @@ class Judge:
         text = reply.text if len(reply.text) <= _EXPLANATION else reply.text[: _EXPLANATION - 3] + "..."
         columns: dict[str, Any] = {"score": score, "explanation": text}
         return columns if tokens is None else {**columns, "tokens": tokens}
-
-    def endpoint(self, **_arguments: Any) -> str:
-        """Returns the name of the server, by which ``reward.endpoints`` limits it."""
-        return self.endpoints[0]
 
     def tokens(
         self, solution_str: str, ground_truth: Any = "", extra_info: Mapping[str, Any] | None = None, **_arguments: Any

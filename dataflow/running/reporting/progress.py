@@ -203,7 +203,7 @@ def facts(stats: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, float]) 
     """
     parts = []
     for agent, of in stats.items():
-        limit = sum((of.get("limit") or {}).values())
+        limit = of.get("limit")
         name = "rewards" if len(stats) == 1 else agent
         parts.append(f"{name} in flight {of.get('running', 0)}" + (f" of {limit}" if limit else ""))
         parts.append(f"queued {of.get('waiting', 0)}")

@@ -77,7 +77,7 @@ class RewardCounts:
 
 def _latency(traces: Iterable[Trace]) -> dict[str, float | None]:
     """Returns the quantiles of the durations of the requests that were answered by a call, in seconds."""
-    from dataflow.rewards.requests import latency_summary
+    from dataflow.rewards.steps import latency_summary
 
     called_s = array("d", (m.end - m.begin for t in traces for m in t.marks if m.name == "reward" and called(m.args)))
     found = latency_summary(called_s)

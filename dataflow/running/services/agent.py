@@ -18,7 +18,7 @@ from dataflow.rewards.ledger import Ledger, check_file
 from dataflow.rewards.managers import build_manager, check_manager, find_manager, limits_declared, scores_alone
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
 from dataflow.rewards.retry import Retry
-from dataflow.rewards.slots import Limits, check_endpoints
+from dataflow.rewards.slots import Limits
 from dataflow.system.frozen import FrozenExit, frozen_exit
 from dataflow.system.secrets import keep_secrets, redact_logs
 
@@ -150,19 +150,8 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
     else:
         found = find_reward(target)
     declared = check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
-    if custom.get("path"):
-        if not isinstance(found, type) and options.manager_path is None:  # one that a class makes may have more
-            check_endpoints(found, limits_of(options))
-    elif target in (JUDGE, SERVED):
-        url = kwargs.get("url")
-        if options.endpoints and url is None:
-            raise ConfigError(
-                f"reward.endpoints={{{next(iter(options.endpoints))}: ...}}: the run starts the servers, at addresses "
-                "that are not known before; leave it out."
-            )
-        built = found(**(kwargs if target == SERVED else {**kwargs, "url": url or _LOCAL}))
-        if url is not None:
-            check_endpoints(built, limits_of(options))
+    if not custom.get("path") and target in (JUDGE, SERVED):
+        found(**(kwargs if target == SERVED else {**kwargs, "url": kwargs.get("url") or _LOCAL}))
     return declared
 
 
@@ -183,11 +172,7 @@ def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) 
     def pick(name: str) -> Any:
         return own[name] if own.get(name) is not None and name not in given else getattr(options, name)
 
-    endpoints = {
-        name: Limits(each.concurrency or pick("concurrency"), each.rpm, each.tpm, each.adaptive, each.floor)
-        for name, each in options.endpoints.items()
-    }
-    return Limits(pick("concurrency"), pick("rpm"), pick("tpm"), options.adaptive, options.floor, endpoints)
+    return Limits(pick("concurrency"), pick("rpm"), pick("tpm"), options.adaptive, options.floor)
 
 
 def retry_of(options: RewardConfig, timeout_s: float | None = None) -> Retry:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits
-from dataflow.rewards.requests import GroupFilter
+from dataflow.rewards.steps import GroupFilter
 from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
 from tests.rigs.virtual_time import run_virtual
 

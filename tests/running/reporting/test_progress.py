@@ -58,7 +58,7 @@ def test_on_a_terminal_a_picture_moves() -> None:
     progress.start(20)
     progress.show(Trace(), [], {}, 100)
     progress.step(3, METRICS)
-    progress.show(steps(3), [], {"reward": {"running": 5, "waiting": 2, "limit": {"": 8}}}, 100)
+    progress.show(steps(3), [], {"reward": {"running": 5, "waiting": 2, "limit": 8}}, 100)
     progress.stop()
     progress.stop()
     said = file.getvalue()
@@ -110,7 +110,7 @@ def test_the_numbers_of_now() -> None:
     stats = {
         "running": 64,
         "waiting": 10,
-        "limit": {"": 64},
+        "limit": 64,
         "latency_s": {"p95": 1.25},
         "failed": 2,
         "retried": 0,

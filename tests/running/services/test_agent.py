@@ -82,9 +82,6 @@ def test_what_the_configuration_leaves_open_the_reward_may_declare() -> None:
         (JUDGE, {"manager": "remote"}, "'compute_score' is async, .* take the manager 'naive'"),
         (JUDGE, {"manager": "rate_limited", "manager_kwargs": {"max_rpm": -1}}, "max_rpm=-1; give a number above 0"),
         ("Router", {"manager": "remote", "manager_kwargs": {"workers": 0}}, "workers=0; give 1 or more"),
-        ("later", {"endpoints": {"x": {}}}, "x: ...}: the reward does not say which endpoint"),
-        (JUDGE, {"endpoints": {"http://x": {"concurrency": 3}}}, "not known before; leave it out"),
-        (SERVED, {"endpoints": {"http://x": {}}}, "http://x: ...}: the run starts the servers"),
     ],
 )
 def test_what_cannot_be_built_once_servers_run_is_refused_before(
