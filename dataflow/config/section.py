@@ -11,12 +11,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
-from dataflow.config.keys.overrides import kinds_of
 from dataflow.errors import nearest
 
 Text = Annotated[str, Field(min_length=1)]
@@ -47,14 +44,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
     shorthand: ClassVar[str | None] = None
     """The key that a plain value given to the section sets (``policy=both`` sets ``policy.preset``)."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_true_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        kinds = set(kinds_of(cls.model_fields[str(info.field_name)].annotation))
-        if value is True and bool not in kinds and kinds & {int, float}:
-            raise ValueError("give a number, not true")  # checkpoint.every=true would be a checkpoint at each step
-        return value
 
     @model_validator(mode="before")
     @classmethod

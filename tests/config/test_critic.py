@@ -24,7 +24,7 @@ def test_keys_of_verls_critic_have_a_name() -> None:
 
 @pytest.mark.parametrize("key", ["critic.lr", "critic.optim.lr", "trainer.critic_warmup"])
 def test_a_pipeline_without_a_critic_names_the_one_that_has_it(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"has no critic; pipelines/ppo_critic\.py trains one"):
+    with pytest.raises(ConfigError, match=r"this pipeline has no critic; pipelines/ppo_critic\.py trains one"):
         parse_overrides(Grpo, [f"{key}=1"])
 
 

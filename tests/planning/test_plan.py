@@ -43,7 +43,7 @@ def test_the_json_matches_the_documentation(costs: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reward.concurrency=0"], "reward.concurrency=0: give a number greater than 0"),
+        (["reward.concurrency=0"], "reward.concurrency=0: Input should be greater than 0"),
         (["policy=bothe"], "unknown policy 'bothe'; did you mean 'both'?"),
         (["policy="], "policy=: the name is missing"),
         (["policy.split=3"], "policy.split=3 does not divide mini_batches=4"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -12,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from dataflow.config.keys import yaml_values
 from dataflow.config.keys.nested import flat
-from dataflow.errors import ConfigError, alike, nearest
+from dataflow.errors import ConfigError, alike
 from dataflow.system.secrets import keep_secrets, redact
 
 T = TypeVar("T", bound=BaseModel)
@@ -25,26 +24,34 @@ def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] |
     Args:
         cls: the pipeline's Config.
         args: such as ``policy=both``, ``trainer.lr=1e-4``, ``tracking.backends=[tensorboard,wandb]``; values are YAML,
-            except that a key for text takes the value unchanged.
+            except that a key for text takes the value unchanged. A section's value changes the keys that it names; a
+            mapping replaces the one before.
         base: values from a file, which override the defaults and are overridden by the arguments.
 
     Raises:
         ConfigError: one sentence that names key and value, and the nearest valid key.
         PolicyError: the policy does not exist or does not fit the batch.
     """
-    given = _laid_over(cls, {}, base or {})
+    given: dict[str, Any] = {}
+    _lay_over(cls, given, base or {})
     for arg in args:
         key, equals, raw = (part.strip() for part in arg.partition("="))
         if not (key and equals):
             raise ConfigError(f"argument '{redact(arg)}' is not key=value; write it so, such as steps=5.")
-        path = key.split(".")
-        value: Any = _value(cls, key, raw)
-        for name in reversed(path):
-            value = {name: value}
-        given = _laid_over(cls, given, value)
+        *path, name = key.split(".")
+        value, at, inside = _value(cls, key, raw), cls, given
+        for each in path:
+            held = inside.get(each)
+            inside[each] = dict(held) if isinstance(held, Mapping) else {}
+            at, inside = _annotation(at, [each]), inside[each]
+        _lay_over(at, inside, {name: value})
     keep_secrets(given)
+    # What a pipeline's Config sets in its sections is overridden key by key.
+    made = {name: info.get_default(call_default_factory=True) for name, info in cls.model_fields.items()}
+    whole = {name: of.model_dump(exclude_unset=True) for name, of in made.items() if isinstance(of, BaseModel)}
+    _lay_over(cls, whole, given)
     try:
-        built = cls.model_validate(_laid_over(cls, _defaults(cls), given))
+        built = cls.model_validate(whole)
     except ValidationError as error:
         raise ConfigError(_sentence(cls, error)) from error
     vars(built)["given_keys"] = frozenset(key for key, _value in flat(given))
@@ -99,20 +106,19 @@ def shortened(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def kinds_of(annotation: Any) -> Iterator[Any]:
+def _kinds(annotation: Any) -> Iterator[Any]:
     """Yields the types that a key takes: the members of a union, without what annotates them."""
     if get_origin(annotation) in (Union, UnionType):
         for each in get_args(annotation):
-            yield from kinds_of(each)
+            yield from _kinds(each)
     elif get_origin(annotation) is Annotated:
-        yield from kinds_of(get_args(annotation)[0])
+        yield from _kinds(get_args(annotation)[0])
     else:
         yield annotation
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    kinds = kinds_of(annotation)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return next((kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _annotation(at: Any, path: Sequence[str]) -> Any:
@@ -123,7 +129,7 @@ def _annotation(at: Any, path: Sequence[str]) -> Any:
     if (section := _section(at)) is not None:
         info = section.model_fields.get(name)
         return None if info is None else _annotation(info.annotation, rest)
-    inner = next((get_args(kind)[1] for kind in kinds_of(at) if get_origin(kind) is dict), None)
+    inner = next((get_args(kind)[1] for kind in _kinds(at) if get_origin(kind) is dict), None)
     return _annotation(inner, rest) if _section(inner) is not None else inner  # other mappings may be of any depth
 
 
@@ -132,11 +138,11 @@ def _value(cls: type[BaseModel], key: str, raw: str) -> Any:
     annotation = _annotation(cls, key.split("."))
     if annotation is None:
         raise ConfigError(_unknown(cls, key))
-    kinds = list(kinds_of(annotation))
+    kinds = list(_kinds(annotation))
     if NoneType in kinds and raw in ("", "~", "null", "None"):
         return None
     origins, section = {get_origin(kind) for kind in kinds}, _section(annotation)
-    text = str in kinds or Literal in origins or (section is not None and _shorthand(section))
+    text = str in kinds or Literal in origins or getattr(section, "shorthand", None)
     if text and raw[:1] not in ("'", '"') and not (raw[:1] in ("[", "{") and (section is not None or list in origins)):
         return raw
     try:
@@ -145,89 +151,63 @@ def _value(cls: type[BaseModel], key: str, raw: str) -> Any:
         raise ConfigError(f"{key}={shortened(raw)}: it is not YAML ({error}); put quotes around a text.") from error
 
 
-def _shorthand(section: type[BaseModel]) -> str | None:
-    return getattr(section, "shorthand", None)
-
-
-def _laid_over(at: Any, below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested values laid over others, key by key; a plain value of a section is that of its shorthand.
+def _lay_over(at: Any, below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Lays nested values over others: those of a section key by key; a plain value of a section is its shorthand's.
 
     Args:
         at: type of the section or mapping.
-        below: values that are overridden.
+        below: values that are overridden, changed in place.
         above: values that override them.
     """
-    merged = dict(below) if isinstance(below, Mapping) else {}
     for name, value in above.items():
         annotation = _annotation(at, [str(name)])
         section = _section(annotation)
-        if section is not None and isinstance(value, str) and (short := _shorthand(section)):
+        if section is not None and isinstance(value, str) and (short := getattr(section, "shorthand", None)):
             value = {short: value}
-        elif section is not None and value is None and NoneType not in kinds_of(annotation):
+        elif section is not None and value is None and NoneType not in _kinds(annotation):
             value = {}  # a section that is named in a file and holds nothing
-        merged[name] = _laid_over(annotation, merged.get(name), value) if isinstance(value, Mapping) else value
-    return merged
-
-
-def _defaults(cls: type[BaseModel]) -> dict[str, Any]:
-    """Returns what a pipeline's Config sets in its sections, which given values override key by key."""
-    made = {name: info.get_default(call_default_factory=True) for name, info in cls.model_fields.items()}
-    return {name: found for name, value in made.items() if isinstance(value, BaseModel) and (found := _set_in(value))}
-
-
-def _set_in(section: BaseModel) -> dict[str, Any]:
-    values = section.model_dump(exclude_unset=True)
-    for name in type(section).model_fields:
-        if isinstance(inner := getattr(section, name), BaseModel):
-            values[name] = _set_in(inner)
-    return {name: value for name, value in values.items() if value != {}}
+        named = any(_section(kind) is not None for each in _kinds(annotation) for kind in get_args(each))
+        if isinstance(value, Mapping) and (section is not None or named):
+            held = below.get(name)
+            below[name] = dict(held) if isinstance(held, Mapping) else {}
+            _lay_over(annotation, below[name], value)
+        else:
+            below[name] = value
 
 
 def _sentence(cls: type[BaseModel], error: ValidationError) -> str:
-    """Returns one sentence about the first error: pydantic's, with the key and a hint."""
+    """Returns one sentence about the first error: pydantic's, with the key."""
     first = error.errors(include_url=False)[0]
-    path, unknown = list[str](), ("extra_forbidden", "invalid_key")
+    path, unknown = list[str](), first["type"] == "extra_forbidden"
     for part in map(str, first["loc"]):  # it also has positions in lists and members of unions
-        if _annotation(cls, [*path, part]) is not None or first["type"] in unknown:
+        if unknown or _annotation(cls, [*path, part]) is not None:
             path.append(part)
     key, given, why = ".".join(path), first["input"], first["msg"].removeprefix("Value error, ").rstrip(".")
-    if first["type"] in unknown:
+    if unknown:
         return _unknown(cls, key)
-    if first["type"] == "model_type" and (section := _section(_annotation(cls, path))) is not None:
-        names = ", ".join(f"{key}.{name}" for name in section.model_fields)
-        return f"{key}={shortened(given)}: '{key}' is a section; set one of its keys: {names}."
-    pair = next((kind for kind in kinds_of(_annotation(cls, path)) if get_origin(kind) is tuple), None)
-    if pair is not None and first["type"] in ("missing", "tuple_type", "too_long"):
-        default = yaml_values.inline(list(default_of(cls, tuple(path))))
-        return f"{key}: give a list of {len(get_args(pair))} values, such as {default}."
-    if first["type"] == "missing" or (first["type"] == "value_error" and isinstance(given, Mapping)):
-        return f"{why if why.startswith(key) else f'{key}: {why}'}."
-    why = re.sub("^Input should be (greater|less)", r"give a number \1", why).replace("Input should be", "give")
-    hint = nearest(str(given), re.findall("'(.*?)'", why)) if first["type"] == "literal_error" else ""
-    return f"{key}={shortened(given)}: {why}{hint or '.'}"
+    if isinstance(given, Mapping):  # the error is of several keys together, or of one that is missing
+        return f"{key}: {why}."
+    return f"{key}={shortened(given)}: {why}."
 
 
 def _unknown(cls: type[BaseModel], key: str) -> str:
     """Returns a sentence about an unknown key: what another program's is called here, or which key was meant."""
-    elsewhere = getattr(cls, "elsewhere", lambda key: None)
     head, keys = f"unknown key '{shortened(key)}'", [".".join(path) for path, _info in fields(cls)]
+    elsewhere = getattr(cls, "elsewhere", lambda key: None)
     if (message := elsewhere(key)) is not None:  # before it is taken for a misspelt key of another meaning
         return f"{head}; {message}"
-    section, _, leaf = key.lstrip("+~-").lower().replace("-", "_").replace("/", ".").rpartition(".")
-    inner = _section(_annotation(cls, section.split("."))) if section else None
+    meant = key.lstrip("+~-").lower().replace("-", "_")
+    section, _, leaf = meant.rpartition(".")
+    inner = _section(_annotation(cls, section.split("."))) if section else cls
     beside = list(inner.model_fields) if inner is not None else []
-    found = leaf if leaf in beside or (not section and leaf in keys) else alike(leaf, beside)
+    leaves = {each.rpartition(".")[2]: each for each in reversed(keys)}
+    if _annotation(cls, meant.split(".")) is not None:
+        found: str | None = meant
+    elif (name := alike(leaf, beside)) is not None:
+        found = f"{section}.{name}" if section else name
+    else:  # a short name is like some key of any configuration
+        found = leaves.get(leaf) or leaves.get(alike(leaf, leaves) or "" if len(leaf) > 3 else "")
     if found is not None:
-        return f"{head}; did you mean '{f'{section}.{found}' if section else found}'?"
-    if section in keys and inner is None:
-        return f"{head}; did you mean '{section}'?"
-    leaves: dict[str, list[str]] = {}
-    for each in keys:
-        leaves.setdefault(each.rpartition(".")[2], []).append(each)
-    # A short name is like some key of any configuration; those beside it say more.
-    close = leaf if leaf in leaves else alike(leaf, leaves) if len(leaf) > (3 if beside else 2) else None
-    if close is not None:
-        one, *more = leaves[close] if close == leaf else leaves[close][:1]
-        return f"{head}; did you mean {f'one of {one}, ' + ', '.join(more) if more else repr(one)}?"
-    what, names = (f"keys of '{section}'", beside) if beside else ("keys and sections", list(cls.model_fields))
+        return f"{head}; did you mean '{found}'?"
+    what, names = (f"keys of '{section}'", beside) if beside and section else ("keys and sections", cls.model_fields)
     return f"{head}; {what}: {', '.join(names)}."

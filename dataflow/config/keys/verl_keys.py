@@ -127,10 +127,9 @@ def hint(key: str, critic: bool = False) -> str | None:
     key = key.lstrip("+~")  # Hydra's marks of keys to add or remove
     if key in _COMMON:
         return f"it is '{_COMMON[key]}' here."
-    section = key.partition(".")[0]
-    if section == "critic" and not critic:
+    section, found = key.partition(".")[0], find(moved(key) or key)
+    if not critic and (section == "critic" or (found is not None and (found.ours or "").startswith("critic."))):
         return "this pipeline has no critic; pipelines/ppo_critic.py trains one."
-    found = find(moved(key) or key)
     if found is not None and found.ours not in (None, key):
         return f"verl's '{key}' is '{found.ours}' here{f': {found.note}' if found.note else ''}."
     if found is not None and found.note:

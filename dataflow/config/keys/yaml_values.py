@@ -1,34 +1,23 @@
-"""YAML as all of the package reads and writes it: the types of YAML 1.1, with a few exceptions.
-
-``1e-5`` is a number, and ``2024-01-01`` is a text; so are ``010`` and ``1:40``, which YAML 1.1 takes for 8 and 100. A
-key that is given twice is an error: only one value would count.
-"""
+"""YAML as all of the package reads and writes it: 1.1, but ``1e-5`` is a number, and a key given twice an error."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
-_FLOAT, _INT, _DATE = (f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp"))
-_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
 _EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # with libyaml ten times as fast
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    yaml_implicit_resolvers: ClassVar = {
-        first: [rule for rule in rules if rule[0] not in (_DATE, _INT)]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _value in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
+                if key.value in seen:  # only one value would count
                     raise yaml.constructor.ConstructorError(
                         None, None, f"key '{key.value}' is given twice; give it once", key.start_mark
                     )
@@ -45,8 +34,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _each in (_Loader, _Dumper):
-    _each.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
-_Loader.add_implicit_resolver(_INT, _DECIMAL, list("-+0123456789"))
+    _each.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 def load(text: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,30 +45,21 @@ def dump(config: BaseConfig, pipeline: str | Path, data: Mapping[str, str] | Non
     if str(pipeline):
         file = Path(pipeline).resolve()
         origin = {"pipeline": str(file), "sha256": sha256_of(file), **_git(file)}
-    origin["versions"] = {"python": platform.python_version(), **dict(_versions())}
+    found = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
+    versions = {name: package.version for name, package in found.items() if package is not None}
+    origin["versions"] = {"python": platform.python_version(), **versions}
     return dump_yaml(config) + yaml_values.dump({ORIGIN: {**origin, **({"data": dict(data)} if data else {})}})
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def _git(file: Path) -> dict[str, Any]:
     """Returns the ``revision`` of the file's repository, if it is in one, and whether files in it are ``changed``."""
-
-    def said(*words: str) -> str:
-        command = ["git", "-C", str(file.parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()
-
+    command = ["git", "-C", str(file.parent), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        revision = said("rev-parse", "HEAD")
-        return {"revision": revision, "changed": bool(said("status", "--porcelain", "--untracked-files=no"))}
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return {}
+    revision = next((line.split()[-1] for line in said if line.startswith("# branch.oid ")), None)
+    return {"revision": revision, "changed": any(not line.startswith("#") for line in said)}
 
 
 class Saved:
@@ -88,13 +79,11 @@ class Saved:
     def __init__(self, path: Path, module: ModuleType | None = None) -> None:
         self.path = path
         self._values = read_values(path)
-        origin = self._values.pop(ORIGIN, None)
-        origin = origin if isinstance(origin, Mapping) else {}
-        recorded = origin.get("pipeline")
-        given = None if module is None else module.__file__
+        origin = self._values.pop(ORIGIN, None) or {}
+        recorded, given = origin.get("pipeline"), None if module is None else module.__file__
         # A run's own path is absolute, that of a recipe is beside it.
-        file = Path(given or path.parent / str(recorded)) if given or (module is None and recorded) else None
-        if module is None and file is None:
+        file = path.parent / str(recorded) if recorded and module is None else Path(given) if given else None
+        if file is None and module is None:
             raise ConfigError(
                 f"{path} does not name its pipeline file ({ORIGIN}.pipeline), as for a pipeline made in Python: "
                 "resume that with run(pipeline, name=..., resume='auto'), and run another from its file."
@@ -102,8 +91,7 @@ class Saved:
         if file is not None and not file.is_file():
             raise ConfigError(f"{path}: its pipeline file {file} is gone; put it back, or correct {ORIGIN}.pipeline.")
         self._changed = file is not None and origin.get("sha256") not in (None, sha256_of(file))
-        same = module is None or given == recorded or not self._changed
-        if not same or (module is not None and bool(given) != bool(recorded)):
+        if module is not None and (bool(given) != bool(recorded) or (given != recorded and self._changed)):
             raise ConfigError(
                 f"{path} is of a run of {recorded or 'a pipeline made in Python'}, not of "
                 f"{given or 'one made in Python'}; give the run's own pipeline, or another name=."
@@ -128,13 +116,12 @@ class Saved:
             if MASK in str(value) and not any(f"{key}.".startswith(f"{one}.") for one in given):
                 raise ConfigError(f"{self.path} does not hold the secret in '{key}'; give it again: {key}=...")
         # Another preset brings its own numbers, and what a resume was once allowed is not allowed for ever.
-        values = dict(self._values)
+        sections = {name: value for name, value in self._values.items() if isinstance(value, Mapping)}
+        values = self._values | {"resume": _without(sections.get("resume", {}), "allow")}
         if given.keys() & {"policy", "policy.preset"}:
-            values["policy"] = _without(values.get("policy"), "split", "max_staleness", "stream_rollout")
-        values["resume"] = _without(values.get("resume"), "allow")
-        for key in ("algorithm", "algorithm.preset"):
-            if key in given and isinstance(section := values.get("algorithm"), Mapping):
-                values["algorithm"] = AlgorithmConfig.without_preset(section, given[key])
+            values["policy"] = _without(sections.get("policy", {}), "split", "max_staleness", "stream_rollout")
+        if (preset := given.get("algorithm", given.get("algorithm.preset"))) is not None:
+            values["algorithm"] = AlgorithmConfig.without_preset(sections.get("algorithm", {}), preset)
         return parse_overrides(self._class, overrides, values)
 
     def again(self, overrides: Sequence[str]) -> BaseConfig:
@@ -143,10 +130,8 @@ class Saved:
         return self.config(overrides)
 
 
-def _without(section: Any, *keys: str) -> Any:
-    return (
-        {key: value for key, value in section.items() if key not in keys} if isinstance(section, Mapping) else section
-    )
+def _without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key not in keys}
 
 
 def load(path: str | Path, overrides: Sequence[str]) -> tuple[ModuleType, BaseConfig]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from dataflow.errors import UserError, counted
 from dataflow.models.directory import chat_template
 from dataflow.models.size import size_of
 from dataflow.rewards.gsm8k import VERLS, VERLS_STRICT
-from dataflow.rewards.naming import MAIN, keyed
 
 if TYPE_CHECKING:
     from dataflow.data.prompts import Problems
@@ -39,8 +37,7 @@ def remarks(
         problems: the training and the held-out ones, if they could be read.
         toolbox: the tools that the run offers, if any.
     """
-    agents = {s.name: partial(keyed, agent=s.name) for s in sources_of(config) if s.name != MAIN}
-    found = [*toy_settings(config), *without_effect(config, config.given_keys, agents)]
+    found = [*toy_settings(config), *without_effect(config, config.given_keys)]
     found += _of_template(config)
     if toolbox is not None and toolbox.guessed:
         found.append(

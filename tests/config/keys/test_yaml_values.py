@@ -1,4 +1,4 @@
-"""YAML values: the types of YAML 1.1 as Hydra reads them, and what is written reads back as it was."""
+"""YAML values: the types of YAML 1.1, and what is written reads back as it was."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ WRITTEN = [
         ("1e-4", 1e-4),
         ("1.5e3", 1500.0),
         ("-2e5", -2e5),
-        ("2024-01-01", "2024-01-01"),
-        ("010", "010"),
-        ("1:40", "1:40"),
         ("[1, {a: 2.0}]", [1, {"a": 2.0}]),
     ],
 )
-def test_a_value_has_the_type_of_yaml_with_the_exceptions_of_hydra(text: str, value: object) -> None:
+def test_a_number_with_an_exponent_is_a_number(text: str, value: object) -> None:
     assert load(text) == value
     assert type(load(text)) is type(value)
 

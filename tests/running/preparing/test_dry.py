@@ -80,7 +80,7 @@ def test_independent_problems_are_shown_at_once(dry: Dry, tmp_path: Path) -> Non
     )  # fmt: skip
     assert code == 2
     words = (
-        "unknown key 'stpes'; did you mean 'steps'?", "trainer.lr=fast: give a valid number", "tracking.backends: ",
+        "unknown key 'stpes'; did you mean 'steps'?", "trainer.lr=fast: Input should be a", "tracking.backends: ",
         "runs=file/runs: ", "judge.api_key_env: the environment variable NO_SUCH_KEY is not set",
         "no.jsonl: there is no such file", "model.path=no/such/dir does not exist",
         "the run needs 8 GPUs, and finds none",
@@ -115,7 +115,7 @@ def test_a_wrong_value_is_one_problem_and_what_depends_on_it_has_its_line(
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (["algorithm.lam=0.9"], "algorithm.lam has no effect with algorithm.adv_estimator=grpo; leave it"),
+        (["algorithm.lam=0.9"], "algorithm.lam has no effect with algorithm.adv_estimator=grpo; change"),
         (
             ["data.apply_chat_template_kwargs={message: 0, enable_thinkin: false}"],
             "data.apply_chat_template_kwargs.enable_thinkin has no effect: the chat template of model.path=",
