@@ -14,7 +14,7 @@ import pytest
 from tests.rigs.benchmarks import benchmark
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SHORT = ("auto", "dynamic_sampling", "page", "plan", "policies", "scheduler", "trace")
+SHORT = ("auto", "policies", "trace")
 
 
 @pytest.mark.heavy

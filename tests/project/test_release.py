@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import configparser
 import re
-import shutil
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -41,25 +37,3 @@ def test_a_workflow_uses_files_and_targets_that_exist(path: Path) -> None:
         for file in re.findall(r"(?<![\w/*])(?:\.ci|examples|tests)/[\w./]+", command):
             assert (ROOT / file).exists(), file
     assert workflow["permissions"] == {"contents": "read"}, "a workflow has no more rights than it needs"
-
-
-@pytest.mark.heavy
-def test_the_source_distribution_has_every_file_of_the_repository(tmp_path: Path) -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    pytest.importorskip("setuptools")
-    names = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
-    for name in names:  # a build leaves files beside what it builds
-        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / "source" / name)
-    build = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", build, str(tmp_path)],
-        cwd=tmp_path / "source", capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as packed:
-        has = {member.name.partition("/")[2] for member in packed if member.isfile()}
-    made = {name for name in has if name.startswith("dataflow_rl.egg-info/")} | {"PKG-INFO"}
-    assert has - made == names

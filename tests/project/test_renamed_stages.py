@@ -17,14 +17,11 @@ from dataflow.planning.planner import predict
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import expand, preset
 from dataflow.runner import Runner
-from dataflow.running.reporting.progress import picture
 from dataflow.running.reporting.timings import step_metrics
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.causes import critical_path, culprits, exposed_waits, summary
-from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Trace
-from dataflow.timeline.text import gantt
 from tests.rigs.costs import SteadyCosts
 from tests.rigs.virtual_time import run_virtual
 
@@ -77,21 +74,6 @@ def test_trace_waits_causes_and_summary_are_the_same(traces: tuple[Trace, Trace]
     assert back({step: step_metrics(other, step) for step in (1, 2, 3)}) == str(
         {step: step_metrics(usual, step) for step in (1, 2, 3)}
     )
-
-
-@pytest.mark.slow
-def test_pictures_are_the_same_but_for_names(traces: tuple[Trace, Trace], tmp_path: Path) -> None:
-    usual, other = traces
-    drawn = [gantt(trace, width=160) for trace in traces]
-    bars = [re.sub(r"[A-Za-z]", "x", text).split("|0")[0] for text in drawn]
-    assert bars[0] == bars[1]
-    shapes = []
-    for number, trace in enumerate((usual, other)):
-        draw({"a run": trace}, tmp_path / f"{number}.svg")
-        svg = (tmp_path / f"{number}.svg").read_text()
-        shapes.append(re.findall(r"fill: (#[0-9a-f]{6})", svg))
-        picture(trace, 120)
-    assert shapes[0] == shapes[1]
 
 
 def test_the_file_is_the_same(traces: tuple[Trace, Trace], tmp_path: Path) -> None:
