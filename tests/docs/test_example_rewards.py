@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,37 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.managers import build_manager
 from dataflow.running.services.agent import build_agent
-from tests.docs.test_docs_rewards import batch, rewards, run
 from tests.rigs.reward_servers import reward_server
 
 pytestmark = pytest.mark.timeout(60)
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
+
+
+def run(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(20):
+            return await body()
+
+    return asyncio.run(limited())
+
+
+def batch(texts: list[list[str]], truth: str = "7") -> Batch:
+    """One group for each list."""
+    rows = [(group, text) for group, some in enumerate(texts) for text in some]
+    columns: dict[str, Any] = {"response_text": [text for _, text in rows], "data_source": ["d"] * len(rows)}
+    chat = [{"role": "user", "content": "3 + 4?"}]
+    columns |= {"ground_truth": [truth] * len(rows), "raw_prompt": [chat] * len(rows)}
+    return Batch([group for group, _ in rows], columns)
+
+
+async def rewards(agent: RewardAgent, samples: Batch) -> Batch:
+    """Returns what the agent makes of one step."""
+    try:
+        agent.submit(1, samples)
+        return await agent.collect(1)
+    finally:
+        await agent.close()
 
 
 def agent_of(file: str, options: RewardConfig | None = None, **custom: Any) -> RewardAgent:

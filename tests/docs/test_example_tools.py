@@ -60,18 +60,6 @@ def told(batch: Batch, tokenizer: Any, row: int) -> str:
     return tokenizer.decode(batch["responses"][row][there & ~batch["response_mask"][row].bool()].tolist())
 
 
-def test_the_pipeline_is_that_of_single_responses_with_conversations(example: ModuleType) -> None:
-    config = parse_overrides(example.Config, ["engine.max_tokens=40", "tools.max_response_tokens=96"])
-    made = example.pipeline(config)
-    assert [stage.name for stage in made.stages] == [stage.name for stage in example.BASE.pipeline(config).stages]
-    hosts = made.hosts()
-    assert hosts["trainer"].options["response_length"] == 96
-    assert hosts["rollout"].options["max_prompt_length"] == config.data.max_prompt_length + 96
-    assert made.by_name["rollout"].services["sampling"].max_tokens == 40
-    assert made.by_name["val_rollout"].services["sampling"].max_tokens == 40
-    assert config.engine.max_tokens == 40
-
-
 def test_a_conversation_with_the_calculator(example: ModuleType, tiny_qwen: Path) -> None:
     tokenizer = load_chat_tokenizer(str(tiny_qwen))
     prompts, made = problems(tokenizer, 2)
@@ -120,23 +108,3 @@ def test_the_tiny_model_calls_in_mid_sentence(example: ModuleType) -> None:
         )
         right += batch["ground_truth"][row].rpartition("#### ")[2] == text.rpartition("#### ")[2]
     assert right, "some answers are right"
-
-
-def test_prices(example: ModuleType, tiny_qwen: Path) -> None:
-    tokenizer = load_chat_tokenizer(str(tiny_qwen))
-    turns = [call("price", item="apple"), call("price", item="pear"), call("basket", item="apple", count=3), "#### 6"]
-    _engine, tools = bound(
-        example,
-        tiny_qwen,
-        f"tools.path={TOOLS / 'prices.py'}",
-        "tools.names=[]",
-        "engine.n=2",
-        "engine.max_tokens=100",
-        "tools.max_response_tokens=800",
-    )
-    kwargs = {name: {"prices": {"apple": 2}} for name in ("price", "basket")}
-    batch = talk(ScriptedRollout(tokenizer, lambda _g, _i, turn: turns[turn]), tools, problems(tokenizer, 1, kwargs)[0])
-    answers = ["2", "error: KeyError: 'the shop has no pear, it has apple'", '{"total": 6.0}']
-    assert told(batch, tokenizer, 0) == "".join(
-        f"\n<|im_start|>tool\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in answers
-    )

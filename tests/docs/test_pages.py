@@ -11,27 +11,20 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 import yaml
 
-from dataflow.batch import Batch
 from dataflow.config.base import CheckpointConfig
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import fields, refusal
-from dataflow.config.run import RunConfig, SamplesConfig, TrainerConfig
-from dataflow.config.training.trained import OPTIMIZERS, LoraConfig, TrainedConfig
+from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.workload import CRITIC
 from dataflow.rewards.sandbox import local
 from dataflow.rewards.sandbox.manager import Sandbox
 from dataflow.rewards.sandbox.outcome import Status
 from dataflow.running.preparing import needs, preparation
-from dataflow.running.reporting.timings import FIELDS, TIMINGS
 from dataflow.running.resume import MAY_CHANGE, MODEL_MAY_CHANGE
 from dataflow.running.saving.checkpoints import CheckpointStore
-from dataflow.samples.command import SamplesQuery
 from dataflow.stages import checkpoint
-from dataflow.stages.samples import columns
 from dataflow.testing import grpo_pipeline
 from pipelines import ppo_critic, two_judges
 from tests.rigs.critic import hosted
@@ -93,42 +86,6 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert sorted(files) == sorted(path.name for path in (store.directory / "step_000012").iterdir())
 
 
-def test_samples() -> None:
-    page = "docs/samples.md"
-    assert names(page, "key") == set(SamplesQuery.model_fields)
-    assert set(re.findall(r"`samples\.(\w+)`", text(page))) - {"html"} == set(SamplesConfig.model_fields)
-    one, mask = torch.ones(1), torch.ones(1, 1, dtype=torch.int64)
-    given = {"raw_prompt": [[{"role": "user", "content": "?"}]], "response_text": ["!"], "data_source": ["a"]}
-    given |= {"ground_truth": ["b"], "response_mask": mask, "attention_mask": mask, "finish_reason": ["stop"]}
-    times = {f"request_{name}": one for name in ("begin", "end", "tries")}
-    told = {"score": one, "kept": one.bool(), **times, "request_how": [None], "request_failed_tries": [None]}
-    found = columns(1, Batch([0], given), Batch([0], told), Batch([0], {"advantages": mask}))
-    assert names(page, "column") == set(found)
-
-
-def test_metrics() -> None:
-    page = text("docs/metrics.md")
-    row = next(line for line in page.splitlines() if line.startswith("| `timing_s/*`"))
-    assert set(re.findall(r"`(\w+)`", row)) == {*FIELDS.values(), *TIMINGS.values(), "testing"}
-    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "dataflow").rglob("*.py"))
-    for name in ("overlap/exposed_wait_s", "overlap/gpu_busy_frac", "perf/response_tokens", "timing_s/reward"):
-        assert f"`{name}`" in page
-        assert name in code
-    ppo = text("docs/ppo.md")
-    assert set(re.findall(r"^\| `(\w+)` \|", ppo, re.MULTILINE)) == {"advantage", *CRITIC}
-    assert set(re.findall(r"`timing_s/(\w+)`", ppo)) <= set(FIELDS.values())
-
-
-def test_training() -> None:
-    page = text("docs/training.md")
-    known = {"lr", "betas", "weight_decay", "grad_clip", "micro_batch_size", "lora"}
-    assert [
-        key for key in {*TrainedConfig.model_fields} - known if not re.search(rf"`(?:trainer\.)?{key}[`=]", page)
-    ] == []
-    assert all(f"lora.{key}" in page for key in LoraConfig.model_fields)
-    assert f"{', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}" in page
-
-
 @pytest.mark.slow
 def test_each_line_of_a_dry_run_is_explained_and_its_python_finds_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     page = text("docs/dry_runs.md")
@@ -179,14 +136,6 @@ def test_sandbox() -> None:
     assert made.stdout.splitlines() == [
         "1.0 2 of 2: passed", "0.5 1 of 2: wrong_answer", "0.0 0 of 2: timeout", "0.0 0 of 2: no_code"
     ], made.stderr  # fmt: skip
-
-
-def test_what_is_compared_has_sources_with_dates() -> None:
-    page = text("docs/compared.md")
-    notes = dict(re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", page[page.index("## Sources") :], re.MULTILINE))
-    cited = {number for group in re.findall(r"\[([\d, ]+)\](?!\()", page) for number in group.split(", ")}
-    assert cited == set(notes)
-    assert all("https://" in note and re.search(r"20\d\d-\d\d-\d\d", note) for note in notes.values())
 
 
 def test_each_example_is_named_on_its_page() -> None:
