@@ -12,7 +12,6 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -147,8 +146,6 @@ class Hosted:
         files: paths that it reads, by the key that gives each; on a cluster its nodes must have the same.
         run_directory: whether it has files in the run's directory, which its nodes then must share. One that a stage
             with the role ``saves`` calls has.
-        around: called with the task of each stage function in its process (except those that save, which run beside
-            others), returns what is entered around the call, such as a profiler.
     """
 
     name: str
@@ -164,7 +161,6 @@ class Hosted:
     here: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
     run_directory: bool = False
-    around: Callable[[TaskInfo], AbstractContextManager[None]] | None = None
 
     def build(self) -> Any:
         """Returns the service, built in this process."""

@@ -10,14 +10,14 @@ from dataflow.commands.trace import read_trace
 from dataflow.files import replaced
 from dataflow.timeline import causes, files
 from dataflow.timeline.compare import facts_of
-from dataflow.timeline.text import gantt, idle_lines, profile_lines
+from dataflow.timeline.text import gantt, idle_lines
 
 
 def timeline(options: argparse.Namespace) -> int:
     """Prints or draws what the command asks for; returns its exit code."""
     files.check(options.out, ".txt")
     trace = read_trace(options.run)
-    text = "\n".join([gantt(trace, 140), *idle_lines(trace), *profile_lines(trace)]) + "\n"
+    text = "\n".join([gantt(trace, 140), *idle_lines(trace)]) + "\n"
     if options.out is None:
         pass
     elif Path(options.out).suffix.lower() == ".txt":

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -149,13 +148,6 @@ class SamplesConfig(Section):
     """Samples kept of a step, at most: whole groups, the lowest ids first; null keeps all."""
 
 
-class ProfileConfig(Section):
-    """Profiles by torch.profiler."""
-
-    steps: Annotated[list[PositiveInt], BeforeValidator(lambda v: [v] if type(v) is int else v)] = Field(default=[])
-    """Steps, as [3,4], whose tasks of trainer, critic and transformers engine are profiled, into runs/NAME/profile."""
-
-
 class RunConfig(BaseConfig):
     """All settings of a run that trains a language model. Its pipeline derives its ``Config`` from it."""
 
@@ -178,7 +170,6 @@ class RunConfig(BaseConfig):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     val: ValConfig = Field(default_factory=ValConfig)
     samples: SamplesConfig = Field(default_factory=SamplesConfig)
-    profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
     @property
     def response_length(self) -> int:
@@ -289,11 +280,6 @@ class RunConfig(BaseConfig):
         for name, section in self.trained.items():
             own = type(self).model_fields[name].get_default(call_default_factory=True)
             section.check_run(self.steps, world, own)
-        if late := [step for step in self.profile.steps if step > self.steps]:
-            raise ConfigError(
-                f"profile.steps={self.profile.steps}: the run has only {counted(self.steps, 'step')} (steps); give "
-                f"others than {late[0]}."
-            )
         self._check_unread()
         self._check_estimator()
         self._check_kl()

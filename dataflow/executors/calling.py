@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -204,13 +203,11 @@ async def run_stage(
     def plain() -> Any:
         nonlocal begin
         begin = now()  # the thread may have been busy
-        with around(stage, info):
-            return stage.fn(*fields, **keywords)
+        return stage.fn(*fields, **keywords)
 
     if is_async(stage):
-        with around(stage, info):
-            result = stage.fn(*fields, **keywords)
-            result = await result if asyncio.iscoroutine(result) else result
+        result = stage.fn(*fields, **keywords)
+        result = await result if asyncio.iscoroutine(result) else result
     elif thread is None:
         result = plain()
     else:
@@ -241,14 +238,6 @@ async def _in_thread(thread: Executor, function: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
-
-
-def around(stage: Stage, info: TaskInfo) -> AbstractContextManager[None]:
-    """Returns what is entered around a call of a stage function; see :attr:`Hosted.around`."""
-    host = stage.host
-    if host is None or host.around is None or stage.role == "saves":
-        return nullcontext()
-    return host.around(info)
 
 
 def _chunk(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], at: float) -> Chunk:

@@ -186,16 +186,6 @@ def idle_lines(trace: Trace) -> list[str]:
     return [*lines, *(gap.words for gap in trace.gaps)]
 
 
-def profile_lines(trace: Trace) -> list[str]:
-    """Returns a line for each profiled task: its time, and the operators that took most of it."""
-    profiled = sorted((span for span in trace.spans if "profile" in span.args), key=lambda span: span.begin)
-    if not profiled:
-        return []
-    wide = max(len(span.task) for span in profiled)
-    lines = [f"  {s.task:<{wide}}  {duration(s.end - s.begin):>7}  {s.args.get('operators', '')}" for s in profiled]
-    return ["profiled (the files in profile/ open in Perfetto):", *lines]
-
-
 def _idle_line(trace: Trace, pool: str) -> str:
     by_cause: dict[str, list[Culprit]] = {}
     for culprit in culprits(trace, [pool]):

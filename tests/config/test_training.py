@@ -57,7 +57,6 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them_and_a_short_run_may_h
             "critic.warmup_steps=99: the run has only 30 steps (steps), so that critic.lr is never reached; give "
             "fewer.",
         ),
-        (["profile.steps=[3,99]"], "profile.steps=[3, 99]: the run has only 30 steps (steps); give others than 99."),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_sentence(keys: list[str], sentence: str) -> None:

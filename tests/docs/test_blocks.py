@@ -54,7 +54,6 @@ OTHERS = {
     ("docs/rollout.md", "VLLM_SERVER_DEV_MODE"): "starts a server: tests/engines/http/test_vllm_server.py",
     ("docs/timeline.md", "GPU pool idle"): "output of the trace of the README, compared below",
     ("docs/timeline.md", "gpu     R1===="): "output, shortened: tests/timeline/test_gaps.py",
-    ("docs/timeline.md", "profiled (the files"): "output, shortened: tests/timeline/test_text.py",
     ("docs/tools.md", "prompt | <tool_call>"): "a picture of a mask",
     ("docs/tools.md", "[ToolCall("): "output: test_shown.py",
     ("docs/tour.md", '{"question"'): "rows of data: test_readme.py",

@@ -167,7 +167,6 @@ CONVERTED: list[dict[str, dict[str, Any]]] = [
         f"{MODEL}.enable_gradient_checkpointing=False": {"trainer.gradient_checkpointing": False},
         f"{MODEL}.enable_activation_offload=True": {"trainer.activation_offload": True},
         f"{MODEL}.lora_rank=64": {"trainer.lora.rank": 64, "trainer.lora.target_modules": "all-linear"},
-        "global_profiler.steps=[2,5]": {"profile.steps": [2, 5]},
         "trainer.resume_mode=disable": {"resume.mode": "never"},
         "trainer.save_freq=-1": {"checkpoint.every": 0},
         "trainer.max_actor_ckpt_to_keep=7": {"checkpoint.keep_last": 7},

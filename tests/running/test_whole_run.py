@@ -21,7 +21,7 @@ PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
 KEYS = (
     "engine.rollout=hf", "executor=inline", "data.prompts=8", "engine.n=2", "engine.max_tokens=8",
     "data.max_prompt_length=200", "data.val_size=8", "policy.order=index", "checkpoint.every=2", "steps=3",
-    "val.every=3", "trainer.lora.rank=2", "trainer.lr=1e-2", "profile.steps=[2]",
+    "val.every=3", "trainer.lora.rank=2", "trainer.lr=1e-2",
     "data.apply_chat_template_kwargs.enable_thinking=false", "name=a", "--quiet",
 )  # fmt: skip
 ROWS = [json.dumps({"question": f"What is {n} + 2?", "answer": f"#### {n + 2}"}) for n in range(24)]
@@ -102,16 +102,6 @@ def test_the_model_is_exported_at_the_end_and_of_any_checkpoint(
     assert "no run at" in refused(capfd, "export", str(run) + "x")
     with pytest.raises(ConfigError, match=r"export takes step=N alone"):
         step_of(["steps=3"])
-
-
-def test_the_tasks_of_a_profiled_step_are_shown(ended: Ended, capfd: pytest.CaptureFixture[str]) -> None:
-    found = {path.name for path in (ended.run / "profile").iterdir()}
-    assert {"rollout-2.json.gz", "old_log_prob-2.json.gz", "actor_update-2.1.json.gz"} <= found
-    assert not any("-1." in name or "-3." in name or name.startswith(("stage_", "write_")) for name in found)
-    capfd.readouterr()
-    assert main(["timeline", str(ended.run)]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert "%" in next(line for line in lines if line.strip().startswith("actor_update[2.1]"))
 
 
 def test_other_data_is_refused_or_allowed(ended: Ended, capfd: pytest.CaptureFixture[str]) -> None:

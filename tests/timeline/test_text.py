@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.timeline.spans import USUAL, Mark, Span, Trace
-from dataflow.timeline.text import LETTERS, gantt, idle_lines, letters, profile_lines
+from dataflow.timeline.text import LETTERS, gantt, idle_lines, letters
 
 
 def both() -> Trace:
@@ -129,11 +129,3 @@ def test_each_pool_of_gpus_has_its_sentence() -> None:
         "(worst: 1.00 s, step 1, sync_weights)",
     ]
     assert idle_lines(Trace()) == []
-
-
-def test_profiled_tasks_name_their_operators() -> None:
-    args = {"profile": "actor_update-2.json.gz", "operators": "aten::mm 61%, aten::add 9%"}
-    assert profile_lines(Trace([Span("actor_update", 2, 0, 1, "gpu", 1.0, 1.5, args), *both().spans])) == [
-        "profiled (the files in profile/ open in Perfetto):",
-        "  actor_update[2]   0.50 s  aten::mm 61%, aten::add 9%",
-    ]

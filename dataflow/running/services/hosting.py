@@ -13,7 +13,6 @@ from typing import Any
 from dataflow.config.reward import asked_of, concurrency_of, model_of, source_of
 from dataflow.engines.base import Sampling
 from dataflow.engines.choice import refused_temperature, rollout_engine
-from dataflow.engines.profiling import TaskProfiler
 from dataflow.errors import ConfigError, ModelError
 from dataflow.executors.ray.paths import SharedPaths
 from dataflow.models.size import count
@@ -141,9 +140,8 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
         ranks=config.trainer.world_size,
         gpus=pools.trainer_gpus,
         concurrent=True,  # a checkpoint is written while it trains
-        run_directory=config.checkpoint.export or bool(config.profile.steps),
+        run_directory=config.checkpoint.export,
         files=shared_files({"model.path": config.model.path, "trainer.lora.adapter": config.trainer.lora.adapter}),
-        around=_profiler(config),
     )
 
 
@@ -170,14 +168,12 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         ranks=config.trainer.world_size,
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
-        run_directory=bool(config.profile.steps),
         files=shared_files(
             {
                 "critic.path" if own else "model.path": own or config.model.path,
                 "critic.lora.adapter": config.critic.lora.adapter,
             }
         ),
-        around=_profiler(config),
     )
 
 
@@ -301,9 +297,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if kind == "vllm" else 1.0,
-        run_directory=factory == HF and bool(config.profile.steps),
         files=files,
-        around=_profiler(config) if factory == HF else None,
     )
 
 
@@ -374,11 +368,3 @@ def engine_kind(config: Any, **known: Any) -> str:
     """Returns the kind of the rollout engine, whether it is installed or not, with circumstances known otherwise."""
     name = config.engine.rollout
     return str(name) if name != "auto" else rollout_engine(name, **circumstances(config) | known)
-
-
-def _profiler(config: Any) -> TaskProfiler | None:
-    """Returns what profiles the tasks of the chosen steps; None if there are none, or the run has no directory yet."""
-    directory = config.run_file("profile")
-    if not config.profile.steps or directory is None:
-        return None
-    return TaskProfiler(frozenset(config.profile.steps), directory)

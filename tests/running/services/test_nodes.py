@@ -70,8 +70,6 @@ def test_each_service_of_a_run_names_its_files(tmp_path: Path) -> None:
     # The exported model, and the ledger.
     assert [own[name].run_directory for name in ("trainer", "rollout", "reward")] == [True, False, True]
     assert not any(hosts(gsm8k_grpo, key)["reward"].run_directory for key in ("reward.cache=c", "reward.ledger=false"))
-    profiled = hosts(gsm8k_grpo, "profile.steps=[2]", "engine.rollout=hf")
-    assert all(profiled[name].run_directory for name in ("trainer", "rollout"))
     assert hosts(gsm8k_grpo, "model.path=org/name")["trainer"].files == {}
     teacher = {"teacher.path": str(tmp_path / "teacher")}
     assert hosts(distill, f"teacher.path={tmp_path / 'teacher'}")["teacher"].files == teacher
