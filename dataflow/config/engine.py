@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from dataflow.config.section import Fraction, Section, Share, Text, Texts
+from dataflow.config.section import Fraction, Section, Text, Texts
 from dataflow.errors import ConfigError
 
 _OF_SERVERS = ("urls", "api_key_env", "request_timeout", "request_tries", "server_wait", "weights_dir")
@@ -20,7 +20,7 @@ class EngineConfig(Section):
     """Rollout engine: hf (transformers), vllm, auto (vLLM if it is installed for this device and faster on it), or
     http: inference servers that run elsewhere."""
     urls: Texts = Field(default=[])
-    """Addresses of vLLM's OpenAI servers, or SGLang's, http://host:port (http)."""
+    """Addresses of vLLM's OpenAI servers, http://host:port (http)."""
     api_key_env: Text | None = None
     """Environment variable that holds the API key of these servers (http)."""
     request_timeout: PositiveFloat = 600.0
@@ -39,10 +39,6 @@ class EngineConfig(Section):
     """Nucleus mass kept; 1 keeps all."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Most likely tokens kept; -1 or 0 keeps all."""
-    min_p: Share = 0.0
-    """Least probability kept, as a share of the likeliest token's; 0 keeps all."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Above 1 makes tokens less likely that occurred before."""
     max_tokens: PositiveInt = 24
     """Longest response in tokens, eos included."""
     stop: Texts = Field(default=[])
@@ -58,14 +54,12 @@ class EngineConfig(Section):
     gpu_memory: Fraction | None = None
     """Share of the GPU's memory that weights and KV cache may take (vllm); null: 0.6 of a GPU that the trainer shares,
     0.9 of the engine's own."""
-    in_flight: Literal["wait", "abort"] = "wait"
-    """What a weight sync does with samples in flight: wait, or restart them with the new weights (vllm, http)."""
     restarts: NonNegativeInt = 2
     """How often the engine may be rebuilt after its process died; lost samples are then repeated."""
 
     @model_validator(mode="after")
     def _keys_of_servers(self) -> EngineConfig:
-        from dataflow.engines.http.check import check_urls
+        from dataflow.engines.http.server import check_urls
 
         if self.rollout == "http":
             check_urls(self.urls)

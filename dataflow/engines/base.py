@@ -24,8 +24,6 @@ class Sampling:
         top_p: nucleus mass kept, 1.0 keeps all.
         top_k: most likely tokens kept, -1 or 0 keeps all.
         max_tokens: longest response, eos included.
-        min_p: keeps tokens whose probability is at least this share of the likeliest one's; 0 keeps all.
-        repetition_penalty: above 1 makes tokens that occur in the prompt or response less likely; 1 changes nothing.
         stop_token_ids: tokens that end a response besides the model's own; kept in the response, as eos is.
     """
 
@@ -34,8 +32,6 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int = 24
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -47,8 +43,8 @@ class Sample:
         group: id of the prompt's group.
         index: of the sample within its group.
         tokens: ids, including the one that ended the response.
-        log_probs: of each token; of the model's distribution at the sampling temperature (at 1 when greedy), with the
-            repetition penalty and before the cuts of top_p, top_k and min_p. 0 for tokens not sampled by the model.
+        log_probs: of each token; of the model's distribution at the sampling temperature (at 1 when greedy), before the
+            cuts of top_p and top_k. 0 for tokens not sampled by the model.
         version: of the weights that it was sampled with.
         finish: ``stop`` at a token that ends a response, even if it is the last of max_tokens; ``length`` if the
             response was cut off before one.
@@ -101,7 +97,6 @@ class RolloutEngine(Protocol):
 
         Raises:
             DataError: a prompt is empty or too long.
-            ConfigError: a sampling value is out of range.
             Aborted: the engine was closed meanwhile.
             ServiceLost: it has to be rebuilt.
         """

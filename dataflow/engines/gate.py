@@ -7,36 +7,14 @@ sync. So nothing starves, and each sample is drawn with one version of the weigh
 from __future__ import annotations
 
 import asyncio
-import bisect
-import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from dataflow.errors import Aborted, ServiceLost, UserError
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A request.
-
-    Attributes:
-        key: its place in the order of requests.
-        alone: whether it runs alone.
-        redraw: whether the samples in flight are cancelled for it, and drawn again.
-        turn: done when it may begin.
-        task: does it.
-        behind: key of the work that it is drawn again behind.
-    """
-
-    key: tuple[int, int]
-    alone: bool
-    redraw: bool
-    turn: asyncio.Future[None]
-    task: asyncio.Task[Any] = field(init=False)
-    behind: tuple[int, int] | None = None
 
 
 class Gate:
@@ -55,25 +33,25 @@ class Gate:
     def __init__(self, lost: Callable[[Exception], str | None]) -> None:
         self.asleep = False
         self._message = lost
-        self._lost: Callable[[], Exception] | None = None
-        self._numbers = itertools.count()
-        self._waiting: list[_Entry] = []  # by key
-        self._inside: dict[_Entry, None] = {}
+        self._ended: Callable[[], Exception] | None = None
+        self._running: set[asyncio.Task[Any]] = set()  # those that request
+        self._queue: deque[tuple[bool, asyncio.Future[None]]] = deque()  # whether it runs alone, and its turn
+        self._inside = 0
+        self._alone = False
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def draw(self, work: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
-        """Requests a sample; returns a coroutine that returns what ``work`` does.
-
-        Cancelling the coroutine cancels the work. A sync with ``redraw`` cancels it too, and calls it again afterwards.
+    async def draw(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Draws a sample: returns what ``work`` does. Cancelling the caller cancels the work.
 
         Raises:
             Aborted: the engine is closed.
             ServiceLost: the engine is lost.
         """
-        return self._drawn(self._request(work, (next(self._numbers), 0)), work)
+        return await self._run(work, alone=False)
 
     async def draw_all(self, works: Sequence[Callable[[], Awaitable[T]]]) -> AsyncGenerator[T, None]:
-        """Requests samples and yields each when it has ended; closing the generator cancels the others."""
-        tasks = [asyncio.ensure_future(coming) for coming in [self.draw(work) for work in works]]
+        """Draws samples and yields each when it has ended; closing the generator cancels the others."""
+        tasks = [asyncio.ensure_future(self.draw(work)) for work in works]
         try:
             for coming in asyncio.as_completed(tasks):
                 yield await coming
@@ -82,121 +60,96 @@ class Gate:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def alone(self, work: Callable[[], Awaitable[None]], redraw: bool = False) -> None:
-        """Runs ``work`` when nothing else is in flight. Once begun, it is completed even if the caller is cancelled.
+    async def alone(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs ``work`` when nothing else is in flight; raises as :meth:`draw` does.
 
-        Args:
-            work: what to do.
-            redraw: cancel the samples in flight and draw them again after the work, instead of waiting for them.
-
-        Raises:
-            Aborted: the engine is closed.
-            ServiceLost: the engine is lost.
+        Once begun, it is completed even if the caller is cancelled.
         """
-        entry = self._request(work, (next(self._numbers), 0), alone=True, redraw=redraw)
+        begun = False
+
+        async def begin() -> None:
+            nonlocal begun
+            begun = True
+            await work()
+
+        task = asyncio.ensure_future(self._run(begin, alone=True))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
-            await asyncio.shield(entry.task)
+            await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._lost is not None and not _cancelled():
-                error = self._lost()
-                raise error from error.__cause__
-            if not entry.turn.done():
-                entry.task.cancel()
+            if not begun:
+                task.cancel()
             raise
 
     def close(self) -> None:
         """Ends all requests, later ones too, with :class:`Aborted`."""
-        self._end(lambda: Aborted("rollout: the engine was closed."))
+        self._end(lambda: Aborted("rollout: the engine was closed."), None)
 
-    async def closed(self) -> None:
-        """Closes, and waits until all that was requested has ended."""
-        tasks = [entry.task for entry in [*self._inside, *self._waiting]]
-        self.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _end(self, error: Callable[[], Exception], here: asyncio.Task[Any] | None) -> Exception:
+        """Ends all requests but that of this task with the error, or with that of an earlier end; returns it."""
+        if self._ended is None:
+            self._ended = error
+            for task in self._running - {here}:
+                task.cancel()  # at once, as an engine that closes may wait for a thread
+        return self._ended()
 
-    def _fail(self, cause: Exception, message: str) -> Exception:
-        def lost() -> Exception:
-            error = ServiceLost(message)
-            error.__cause__ = cause
-            return error
-
-        return self._end(lost)
-
-    def _end(self, lost: Callable[[], Exception]) -> Exception:
-        if self._lost is None:
-            self._lost = lost
-            for entry in [*self._inside, *self._waiting]:
-                entry.task.cancel()
-        return self._lost()
-
-    def _request(
-        self, work: Callable[[], Awaitable[Any]], key: tuple[int, int], alone: bool = False, redraw: bool = False
-    ) -> _Entry:
-        if self._lost is not None:
-            raise self._lost()
-        entry = _Entry(key, alone, redraw, asyncio.get_running_loop().create_future())
-
-        async def begin() -> Any:
-            await entry.turn
-            try:
+    async def _run(self, work: Callable[[], Awaitable[T]], alone: bool) -> T:
+        if self._ended is not None:
+            raise self._ended()
+        here = asyncio.current_task()
+        assert here is not None
+        before = here.cancelling()
+        self._running.add(here)
+        try:
+            async with self._turn(alone):
                 return await work()
-            except UserError:
+        except UserError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if self._ended is not None and here.uncancel() <= before:  # else its caller is cancelled as well
+                ended = self._ended()
+                raise ended from ended.__cause__
+            if not isinstance(error, Exception) or (message := self._message(error)) is None:
                 raise
-            except Exception as error:
-                if (message := self._message(error)) is None:
-                    raise
-                raise self._fail(error, message) from error
+            raise self._end(_lost(message, error), here) from error
+        finally:
+            self._running.discard(here)
 
-        entry.task = asyncio.ensure_future(begin())
-        entry.task.add_done_callback(lambda _task: self._leave(entry))
-        bisect.insort(self._waiting, entry, key=lambda each: each.key)
+    @asynccontextmanager
+    async def _turn(self, alone: bool) -> AsyncIterator[None]:
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((alone, turn))
         self._advance()
-        return entry
-
-    async def _drawn(self, entry: _Entry, work: Callable[[], Awaitable[T]]) -> T:
-        while True:
-            try:
-                found: T = await entry.task
-                return found
-            except asyncio.CancelledError:
-                if self._lost is not None and not _cancelled():
-                    error = self._lost()
-                    raise error from error.__cause__
-                if entry.behind is None or _cancelled():
-                    raise
-            # After the work that it was cancelled for, and before all that was requested later.
-            entry = self._request(work, (entry.behind[0], entry.key[1] or entry.key[0] + 1))
-
-    def _leave(self, entry: _Entry) -> None:
-        if entry in self._inside:
-            del self._inside[entry]
-        else:
-            self._waiting.remove(entry)
-        self._advance()
+        try:
+            await turn
+            yield
+        finally:
+            if not turn.cancelled():
+                self._inside -= 1
+                self._alone = False
+            self._advance()
 
     def _advance(self) -> None:
         """Lets the first ones begin that may."""
-        while self._waiting and not any(entry.alone for entry in itertools.islice(self._inside, 1)):
-            first = self._waiting[0]
-            if first.alone and self._inside:
-                for entry in self._inside if first.redraw else ():
-                    if entry.behind != first.key:
-                        entry.behind = first.key
-                        entry.task.cancel()
+        while not self._alone:
+            while self._queue and self._queue[0][1].cancelled():
+                self._queue.popleft()
+            # Only what runs alone can wake the engine, so it overtakes the samples.
+            waiting = (each for each in self._queue if (each[0] or not self.asleep) and not each[1].cancelled())
+            first = next(waiting, None)
+            if first is None or (first[0] and self._inside):
                 return
-            if self.asleep and not first.alone:
-                # Only what runs alone can wake the engine, so it overtakes the samples.
-                waking = next((entry for entry in self._waiting if entry.alone), None)
-                if waking is None:
-                    return
-                first = waking
-            self._waiting.remove(first)
-            self._inside[first] = None
-            if not first.turn.done():  # else its task is cancelled
-                first.turn.set_result(None)
+            self._queue.remove(first)
+            self._inside += 1
+            self._alone = first[0]
+            first[1].set_result(None)
 
 
-def _cancelled() -> bool:
-    """Whether the caller itself is being cancelled."""
-    here = asyncio.current_task()
-    return here is not None and here.cancelling() > 0
+def _lost(message: str, cause: Exception) -> Callable[[], Exception]:
+    def error() -> Exception:
+        found = ServiceLost(message)
+        found.__cause__ = cause
+        return found
+
+    return error

@@ -6,15 +6,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.gate import Gate
-from dataflow.engines.samples import SHOWN, check_sampling, prompt_ids, to_batch
-from dataflow.engines.vocabulary import loading, read_vocabulary
-from dataflow.engines.weights import WeightNames
-from dataflow.errors import ConfigError
+from dataflow.engines.pretrained import WeightNames, loading, read_vocabulary
+from dataflow.engines.samples import SHOWN, to_batch
+from dataflow.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +47,6 @@ class Rollout:
         max_prompt_length: P, tokens that a prompt may have.
         engine: its name, for error messages.
         sleeps: whether the engine frees memory while it sleeps; samples requested meanwhile wait until it wakes.
-        in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` draws them again.
 
     Raises:
         ModelError: the model's tokenizer or configuration cannot be read, or names no token that ends a response.
@@ -56,17 +54,9 @@ class Rollout:
 
     version: int
 
-    def __init__(
-        self,
-        model: str,
-        max_prompt_length: int,
-        engine: str,
-        sleeps: bool = False,
-        in_flight: Literal["wait", "abort"] = "wait",
-    ) -> None:
+    def __init__(self, model: str, max_prompt_length: int, engine: str, sleeps: bool = False) -> None:
         self.version = 0
         self.max_prompt_length = max_prompt_length
-        self.in_flight = in_flight
         self.vocabulary, self._config = read_vocabulary(model)
         with loading(model):
             self._weights = WeightNames(self._config)
@@ -99,9 +89,6 @@ class Rollout:
     async def _allocate(self) -> None:
         """Allocates it again."""
 
-    def _check(self, sampling: Sampling) -> None:
-        check_sampling(sampling, self.vocabulary.size)
-
     def _lost(self, cause: Exception) -> str | None:
         """Returns what to say if an error leaves the engine unusable; None if it does not."""
         reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
@@ -112,15 +99,12 @@ class Rollout:
 
         Closing the generator early (``aclose``, cancellation) aborts the samples in flight.
         """
-        self._check(sampling)
-        ids = prompt_ids(prompts, self.max_prompt_length, self.vocabulary.size)
-        given = zip(prompts.ids, ids, prompts[SHOWN] if self._sees else [None] * len(ids), strict=True)
-        asked = [(group, prompt, self._shown(prompt, shown, group)) for group, prompt, shown in given]
-        requests = [
-            Request(prompt, sampling, (seed, group, index), group, index, shown)
-            for group, prompt, shown in asked
-            for index in range(sampling.n)
-        ]
+        requests = []
+        for at, (group, tokens) in enumerate(zip(prompts.ids, prompts["prompt_ids"], strict=True)):
+            prompt = self._prompt(group, tokens)
+            shown = self._shown(prompt, prompts[SHOWN][at], group) if self._sees else None
+            indices = range(sampling.n)
+            requests += [Request(prompt, sampling, (seed, group, i), group, i, shown) for i in indices]
         await self._ready()
         async with aclosing(self._gate.draw_all([partial(self._draw, each) for each in requests])) as samples:
             async for sample in samples:
@@ -128,12 +112,26 @@ class Rollout:
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`."""
-        self._check(sampling)
         if self._sees:
             raise ConfigError("rollout: conversations cannot show images yet; leave out the tools.")
-        (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length, self.vocabulary.size)
+        ids = self._prompt(0, prompt)
         await self._ready()
         return await self._gate.draw(partial(self._draw, Request(ids, sampling, tuple(seed))))
+
+    def _prompt(self, group: int, tokens: Sequence[int]) -> list[int]:
+        """Returns a prompt's token ids, after a check: at an unknown one vLLM's process would end."""
+        ids = list(map(int, tokens))
+        if not 0 < len(ids) <= self.max_prompt_length:
+            raise DataError(
+                f"rollout: the prompt of group {group} has {len(ids)} tokens; give 1 to "
+                f"data.max_prompt_length={self.max_prompt_length}, or set data.truncation."
+            )
+        if not 0 <= min(ids) <= max(ids) < self.vocabulary.size:
+            raise DataError(
+                f"rollout: the prompt of group {group} has tokens {min(ids)} to {max(ids)}, and the model 0 to "
+                f"{self.vocabulary.size - 1}; make prompts with its own tokenizer."
+            )
+        return ids
 
     def text(self, tokens: Sequence[int]) -> str:
         """See :meth:`Writes.text <dataflow.engines.base.Writes.text>`."""
@@ -147,8 +145,7 @@ class Rollout:
         """See :meth:`RolloutEngine.sync`; checks names and shapes first; a tied ``lm_head.weight`` may be left out.
 
         Raises:
-            DataflowError: a name is unknown or missing, a shape differs, or two tied weights differ; the old weights
-                stay.
+            DataflowError: a name is unknown or missing, or a shape differs; the old weights stay.
             ServiceLost: the weights could not be loaded.
         """
         shared = await self._shared(self._weights.pick(weights, version), version)  # while samples in flight finish
@@ -157,9 +154,7 @@ class Rollout:
             await self._load(shared, version)
             self.version = version
 
-        # A third rule, which keeps samples in flight and lets them continue with the new weights, would not wait here
-        # for the gate: vLLM's `pause_generation(mode="keep")` freezes them.
-        await self._gate.alone(work, redraw=self.in_flight == "abort")
+        await self._gate.alone(work)
 
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`."""

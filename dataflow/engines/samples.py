@@ -1,4 +1,4 @@
-"""Checks the input of a rollout engine, and makes a Batch of its samples. The same for every engine."""
+"""Makes a Batch of the samples of a rollout engine, the same for every engine."""
 
 from __future__ import annotations
 
@@ -12,57 +12,8 @@ import torch
 
 from dataflow.batch import Batch
 from dataflow.columns import Ragged, Texts
-from dataflow.engines.base import Sample, Sampling
-from dataflow.errors import ConfigError, DataError, DataflowError
-
-
-def check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    """Checks sampling options that are the same for every engine.
-
-    Raises:
-        ConfigError: a value is out of range, or a token is not one of the vocabulary.
-    """
-    ranges = (
-        ("n", sampling.n >= 1, "1 or more"),
-        ("max_tokens", sampling.max_tokens >= 1, "1 or more"),
-        ("temperature", sampling.temperature >= 0, "0 (greedy) or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "a number above 0, up to 1"),
-        ("top_k", sampling.top_k >= -1, "-1 or 0 (all) or more"),
-        ("min_p", 0 <= sampling.min_p <= 1, "a number from 0 to 1"),
-        ("repetition_penalty", sampling.repetition_penalty > 0, "a number above 0"),
-    )
-    for name, good, wanted in ranges:
-        if not good:
-            raise ConfigError(f"rollout: {name}={getattr(sampling, name)}; give {wanted}.")
-    unknown = [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]
-    if unknown:
-        raise ConfigError(
-            f"rollout: stop_token_ids has {unknown[0]}, which the tokenizer lacks (it has {vocabulary} tokens)."
-        )
-
-
-def prompt_ids(prompts: Batch, longest: int, vocabulary: int) -> list[list[int]]:
-    """Returns the token ids of each prompt.
-
-    Raises:
-        DataError: a prompt is empty, too long, or has a token that the model lacks, at which some engines would end.
-    """
-    ids = [[int(token) for token in prompt] for prompt in prompts["prompt_ids"]]
-    for group, prompt in zip(prompts.ids, ids, strict=True):
-        if not prompt:
-            raise DataError(f"rollout: the prompt of group {group} is empty.")
-        if len(prompt) > longest:
-            raise DataError(
-                f"rollout: the prompt of group {group} has {len(prompt)} tokens, more than "
-                f"data.max_prompt_length={longest}; raise it, or set data.truncation."
-            )
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
-            raise DataError(
-                f"rollout: the prompt of group {group} has token {wrong}; the model has 0 to {vocabulary - 1}. "
-                "Is it from another tokenizer?"
-            )
-    return ids
+from dataflow.engines.base import Sample
+from dataflow.errors import DataflowError
 
 
 def seed_of(*parts: int) -> int:

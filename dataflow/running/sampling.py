@@ -75,8 +75,6 @@ def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
         top_p=draw.top_p,
         top_k=draw.top_k,
         max_tokens=draw.max_tokens,
-        min_p=draw.min_p,
-        repetition_penalty=draw.repetition_penalty,
         stop_token_ids=_stop_ids(config.model.path, draw.stop),
     )
     own = {name: getattr(config.val, name) for name in ("n", "temperature", "top_p", "top_k")}

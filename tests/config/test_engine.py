@@ -48,5 +48,5 @@ def test_keys_that_do_not_fit(arguments: list[str], message: str) -> None:
 def test_temperatures_that_servers_do_not_take() -> None:
     module = load_pipeline_file("pipelines/gsm8k_grpo.py")
     config = parse_overrides(module.Config, [*HTTP, "engine.temperature=0.005"])
-    with pytest.raises(ConfigError, match=r"engine\.temperature=0\.005: inference servers take 0 \(greedy\) or 0\.01"):
+    with pytest.raises(ConfigError, match=r"engine\.temperature=0\.005: vLLM takes 0 \(greedy\) or 0\.01"):
         pipeline_of(module, config)

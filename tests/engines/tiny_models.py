@@ -11,11 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    LogitsProcessorList,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    RepetitionPenaltyLogitsProcessor,
 )
 
 from dataflow.batch import Batch
@@ -81,14 +79,8 @@ def log_probs(
     prompt: Sequence[int],
     tokens: Sequence[int],
     temperature: float = 1.0,
-    penalty: float = 1.0,
 ) -> torch.Tensor:
     """Returns the log-prob of each token as a trainer computes it, from one forward, ``[len(tokens)]``."""
     ids = torch.tensor([[*prompt, *tokens]])
     logits = model(ids).logits[0, len(prompt) - 1 : -1]
-    for at in range(len(tokens) if penalty != 1 else 0):
-        said = ids[:, : len(prompt) + at]
-        logits[at : at + 1] = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])(
-            said, logits[at : at + 1]
-        )
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)

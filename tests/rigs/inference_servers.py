@@ -1,6 +1,6 @@
-"""Stand-ins for inference servers, with real sockets: vLLM's OpenAI server and SGLang's, without a model.
+"""A stand-in for vLLM's OpenAI server, with real sockets and without a model.
 
-What they sample depends on the weights that they hold, the prompt and the seed alone: :func:`tokens_of`. Each runs on a
+What it samples depends on the weights that it holds, the prompt and the seed alone: :func:`tokens_of`. It runs on a
 thread, and fails as a test wants: ``fault`` returns what happens to a request for a sample.
 """
 
@@ -42,7 +42,7 @@ def held_of(directory: Path) -> str:
 
 
 class FakeServer:
-    """A server on a thread.
+    """vLLM's OpenAI server in dev mode, with this package's worker extension unless ``extended`` is False.
 
     Args:
         size: tokens of its vocabulary.
@@ -62,6 +62,11 @@ class FakeServer:
         broken: a message with which it refuses weights.
     """
 
+    extended = True
+    dev = True
+    mode = "processed_logits"
+    shape: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(
         self, size: int = 61, ends: Sequence[int] = (1, 5, 11), root: str = "a/model", fault: Fault | None = None,
         key: str | None = None,
@@ -73,7 +78,6 @@ class FakeServer:
         self.running = self.most = 0
         self.longest = 512
         self.broken = ""
-        self.text_tokens: Callable[[str], list[int]] = lambda text: [len(text)]
         self._port = 0
         self._thread: threading.Thread | None = None
         self._held_back: asyncio.Event | None = None
@@ -178,7 +182,9 @@ class FakeServer:
                 headers = {"Retry-After": wait} if wait else {}
                 return web.json_response({"error": {"message": "not now"}}, status=int(status), headers=headers)
             tokens = tokens_of(self.held, sample.prompt, sample.seed, sample.most, self.size, self.ends)
-            finish = "abort" if what == "abort" or aborts < self._aborts else self.finish(tokens, sample.most)
+            finish = (
+                "abort" if what == "abort" or aborts < self._aborts else "stop" if tokens[-1] in self.ends else "length"
+            )
             text = json.dumps(self.reply(tokens, finish, what == "short")).encode()
             if what == "half":
                 reply = web.StreamResponse(headers={"Content-Length": str(len(text))})
@@ -193,33 +199,6 @@ class FakeServer:
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
         """Returns the JSON of a reply, a status with it, a sample to make, or None for an unknown page."""
-        raise NotImplementedError
-
-    def reply(self, tokens: list[int], finish: str, short: bool) -> dict[str, Any]:
-        """Returns the reply with a sample."""
-        raise NotImplementedError
-
-    def finish(self, tokens: list[int], most: int) -> str:
-        """Returns why a sample of at most so many tokens ended."""
-        return "stop" if tokens[-1] in self.ends else "length"
-
-
-class _Sample:
-    def __init__(self, body: dict[str, Any], prompt: list[int], seed: int, most: int) -> None:
-        self.body, self.prompt, self.seed, self.most = body, prompt, seed, most
-
-
-class FakeVllm(FakeServer):
-    """vLLM's OpenAI server in dev mode, with this package's worker extension unless ``extended`` is False."""
-
-    extended = True
-    dev = True
-    mode = "processed_logits"
-    device = "cpu"
-    shape: Mapping[str, Any] = MappingProxyType({})
-
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
-        """See :meth:`FakeServer.answer`."""
         if path == "/v1/completions":
             prompt = body["prompt"]
             if len(prompt) + body["max_tokens"] > self.longest:
@@ -230,8 +209,6 @@ class FakeVllm(FakeServer):
             return {"version": "0.31.0"}
         if path == "/v1/models":
             return {"data": [{"id": "served", "root": self.root, "max_model_len": self.longest}]}
-        if path == "/tokenize":
-            return {"tokens": self.text_tokens(body["prompt"])}
         return self.develop(path, body) if self.dev else None
 
     def develop(self, path: str, body: dict[str, Any]) -> Any:
@@ -241,7 +218,6 @@ class FakeVllm(FakeServer):
             return {
                 "vllm_config": {
                     "model_config": {"logprobs_mode": self.mode},
-                    "device_config": {"device": self.device},
                     "parallel_config": {"worker_extension_cls": extension},
                 }
             }
@@ -263,7 +239,7 @@ class FakeVllm(FakeServer):
         return {"weight_version": self.label, "results": [None]}
 
     def reply(self, tokens: list[int], finish: str, short: bool) -> dict[str, Any]:
-        """See :meth:`FakeServer.reply`."""
+        """Returns the reply with a sample."""
         log_probs = [-0.5] * (len(tokens) - short)
         choice = {
             "token_ids": tokens,
@@ -273,42 +249,9 @@ class FakeVllm(FakeServer):
         return {"choices": [choice]}
 
 
-class FakeSglang(FakeServer):
-    """SGLang's server."""
-
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
-        """See :meth:`FakeServer.answer`."""
-        if path == "/generate":
-            options = body["sampling_params"]
-            return _Sample(body, body["input_ids"], options["sampling_seed"], options["max_new_tokens"])
-        self.calls.append(path)
-        if path == "/model_info":
-            return {"model_path": self.root, "weight_version": self.label, "is_generation": True}
-        if path == "/tokenize":
-            return {"tokens": self.text_tokens(body["prompt"])}
-        if path == "/v1/models":
-            return {"data": [{"id": "served", "max_model_len": self.longest}]}
-        if path == "/update_weights_from_disk":
-            if self.broken:
-                return 400, {"success": False, "message": self.broken}
-            self.abort()
-            self.held, self.label = held_of(Path(body["model_path"])), body["weight_version"]
-            return {"success": True, "message": "Succeeded to update model weights."}
-        return None
-
-    def finish(self, tokens: list[int], most: int) -> str:
-        """See :meth:`FakeServer.finish`: SGLang looks at the length first."""
-        return "length" if len(tokens) == most else super().finish(tokens, most)
-
-    def reply(self, tokens: list[int], finish: str, short: bool) -> dict[str, Any]:
-        """See :meth:`FakeServer.reply`."""
-        pairs = [[-0.5, token, None] for token in tokens]
-        pairs[-1][0] = None if short else -0.5
-        facts = {
-            "finish_reason": {"type": finish},
-            "output_token_logprobs": pairs,
-        }
-        return {"text": "", "output_ids": tokens, "meta_info": facts}
+class _Sample:
+    def __init__(self, body: dict[str, Any], prompt: list[int], seed: int, most: int) -> None:
+        self.body, self.prompt, self.seed, self.most = body, prompt, seed, most
 
 
 @contextlib.contextmanager

@@ -15,12 +15,12 @@ from dataflow.running.sampling import sampling_of
 def test_training_and_validation_sample_by_their_own_keys() -> None:
     config = RunConfig.model_validate(
         {
-            "engine": {"n": 4, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "max_tokens": 9},
+            "engine": {"n": 4, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "max_tokens": 9},
             "val": {"n": 2, "temperature": 0.3, "top_p": 0.7, "top_k": 5},
         }
     )
     training, held_out = sampling_of(config)
-    assert training == Sampling(4, 0.8, 0.9, 20, 9, min_p=0.1)
+    assert training == Sampling(4, 0.8, 0.9, 20, 9)
     assert held_out == Sampling(2, 0.3, 0.7, 5, max_tokens=9)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.cli import main
-from tests.rigs.inference_servers import FakeServer, FakeSglang, FakeVllm, serving
+from tests.rigs.inference_servers import FakeServer, serving
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
 
@@ -20,19 +20,16 @@ SMALL = (
 )  # fmt: skip
 
 
-def fake(kind: type[FakeServer], model: Path) -> FakeServer:
+def fake(model: Path) -> FakeServer:
     """Returns a fake server of a model."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
     config = json.loads((model / "config.json").read_text())
-    server = kind(config["vocab_size"], [tokenizer.eos_token_id], str(model))
-    server.text_tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    return server
+    return FakeServer(config["vocab_size"], [AutoTokenizer.from_pretrained(model).eos_token_id], str(model))
 
 
 def test_a_run_over_servers(tmp_path: Path, tiny_qwen: Path) -> None:
-    servers = [fake(FakeVllm, tiny_qwen), fake(FakeVllm, tiny_qwen), fake(FakeSglang, tiny_qwen)]
+    servers = [fake(tiny_qwen) for _ in range(3)]
     servers[0].fault = lambda number: "die" if number == 6 else ""
     where = (f"runs={tmp_path}", "name=a", f"model.path={tiny_qwen}", "--quiet")
     with serving(*servers):

@@ -1,1 +1,1 @@
-"""Rollout on inference servers that run elsewhere: vLLM's OpenAI server, or SGLang's."""
+"""Rollout on vLLM's OpenAI servers that run elsewhere."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataflow.engines.weights import auto_class
+from dataflow.engines.pretrained import auto_class
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import cannot_write, unmakable
 

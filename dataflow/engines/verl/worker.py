@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dataflow.engines.pretrained import add_mean
 from dataflow.engines.verl.lora import HEADS
 from dataflow.engines.verl.process import import_worker
-from dataflow.engines.weights import add_mean
 from dataflow.errors import ConfigError
 
 if TYPE_CHECKING:

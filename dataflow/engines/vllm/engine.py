@@ -14,17 +14,16 @@ import re
 import stat
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from dataflow.engines.base import Sample, Sampling
-from dataflow.engines.choice import refused_temperature
+from dataflow.engines.base import Sample
+from dataflow.engines.pretrained import undrawn
 from dataflow.engines.rollout import Request, Rollout
 from dataflow.engines.samples import seed_of
 from dataflow.engines.vllm.images import MODEL, image_input, register
-from dataflow.engines.vocabulary import undrawn
-from dataflow.errors import ConfigError, DataError, RunError
+from dataflow.errors import DataError, RunError
 from dataflow.system.loopback import ADDRESS, stay_on_loopback
 
 _ERROR = re.compile(r"(?<![\w.])[\w.]*+(?:(?<=Error)|(?<=Exception)): .+$", re.MULTILINE)
@@ -37,13 +36,13 @@ class VllmRollout(Rollout):
     A sample is a request of its own with a seed of its own; the n samples of a prompt share its entries in the prefix
     cache, in whole blocks.
 
-    Log-probs are ``log_softmax(logits / temperature)`` of the sampled tokens, with the repetition penalty and before
-    the cuts of ``top_p``, ``top_k`` and ``min_p``, at temperature 1 when greedy. None of vLLM's own modes gives that
-    (``raw_logprobs`` is at temperature 1, ``processed_logprobs`` after the cuts), so the sampler is changed to report
-    it: :class:`~dataflow.engines.vllm.worker.RolloutWorker`.
+    Log-probs are ``log_softmax(logits / temperature)`` of the sampled tokens, before the cuts of ``top_p`` and
+    ``top_k``, at temperature 1 when greedy. None of vLLM's own modes gives that (``raw_logprobs`` is at temperature 1,
+    ``processed_logprobs`` after the cuts), so the sampler is changed to report it:
+    :class:`~dataflow.engines.vllm.worker.RolloutWorker`.
 
     Args:
-        model, max_prompt_length, in_flight: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
+        model, max_prompt_length: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
         max_tokens: R, tokens that a response may have.
         threads: CPU threads for its computations.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
@@ -70,11 +69,10 @@ class VllmRollout(Rollout):
         kv_cache_bytes: int | None = 256 << 20,
         gpu_memory: float = 0.5,
         max_model_len: int | None = None,
-        in_flight: Literal["wait", "abort"] = "wait",
         tensor_parallel: int = 1,
     ) -> None:
         cuda = device == "cuda"
-        super().__init__(model, max_prompt_length, "vLLM", cuda, in_flight)
+        super().__init__(model, max_prompt_length, "vLLM", sleeps=cuda)
         longest = max_model_len or max_prompt_length + max_tokens
         arguments: dict[str, Any] = {
             "model": model,
@@ -128,11 +126,6 @@ class VllmRollout(Rollout):
                 f"max_num_seqs={max_num_seqs}: {self._root_cause() or ' '.join(str(error).split())}"
             ) from error
 
-    def _check(self, sampling: Sampling) -> None:
-        super()._check(sampling)
-        if why := refused_temperature(sampling.temperature, "vllm"):
-            raise ConfigError(f"rollout: temperature={sampling.temperature}; {why}.")
-
     async def _ready(self) -> None:
         """Prepares the sampler before the first sample; the constructor cannot, as it may run without a loop."""
 
@@ -156,8 +149,6 @@ class VllmRollout(Rollout):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=max(0, sampling.top_k),
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_tokens,
             stop_token_ids=[*self.vocabulary.ends, *sampling.stop_token_ids],  # without a tokenizer vLLM has no eos
             seed=seed_of(*request.seed),

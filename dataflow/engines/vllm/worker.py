@@ -27,7 +27,7 @@ class RolloutWorker:
     model_runner: Any
 
     def prepare_sampler(self, undrawn: Sequence[int] = ()) -> None:
-        """Makes the sampler return log-probs at the sampling temperature, before the cuts of top_p, top_k and min_p.
+        """Makes the sampler return log-probs at the sampling temperature, before the cuts of top_p and top_k.
 
         Of vLLM's own modes, ``raw_logprobs`` is at temperature 1 and ``processed_logprobs`` after the cuts. In the
         processed modes vLLM reports whatever ``Sampler.sample`` returns besides the tokens.
@@ -78,7 +78,7 @@ def uncut_log_probs(logits: torch.Tensor, temperature: torch.Tensor | None) -> t
     """Returns log-probs at each row's temperature, float32 ``[rows, vocabulary]``.
 
     Args:
-        logits: float32 ``[rows, vocabulary]``, with penalties.
+        logits: float32 ``[rows, vocabulary]``.
         temperature: ``[rows]``, below 1e-5 for greedy rows, whose log-probs are at 1; None if all are greedy.
     """
     if temperature is not None:

@@ -7,10 +7,9 @@ import concurrent.futures
 import contextlib
 import os
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dataflow.batch import Batch
 from dataflow.errors import ConfigError, RunError, UserError
 from dataflow.executors.ray import tensors
 from dataflow.executors.ray.answers import answering, cause
@@ -41,12 +40,6 @@ class Replica(SeesPaths):
         see(gpus)
         self.engine: Any = Hosted("replica", factory, options).build()
 
-    async def generate(self, prompts: Batch, sampling: Any, seed: int) -> AsyncIterator[Any]:
-        samples: Any = self.engine.generate(prompts, sampling, seed)
-        async with contextlib.aclosing(samples):
-            async for sample in samples:
-                yield sample
-
     @answering
     async def sync(self, shared: Mapping[str, Any], version: int) -> None:
         await self.engine.sync(_weights(shared), version)
@@ -66,18 +59,6 @@ class RemoteEngine:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self.actor = actor
-
-    async def generate(self, prompts: Batch, sampling: Any, seed: int) -> AsyncIterator[Any]:
-        import ray
-
-        answers = self.actor.generate.options(num_returns="streaming").remote(prompts, sampling, seed)
-        try:
-            async for answer in answers:
-                yield await answer
-        except Exception as error:
-            raise self.told(error) from error
-        finally:
-            ray.cancel(answers)
 
     async def sample(self, prompt: Sequence[int], sampling: Any, seed: Sequence[int]) -> Any:
         return await self._call("sample", list(prompt), sampling, tuple(seed))

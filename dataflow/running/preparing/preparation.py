@@ -29,7 +29,7 @@ from dataflow.running.preparing.remarks import remarks
 from dataflow.running.replanning import load_schedule, policies_of
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
-from dataflow.running.services.hosting import REWARD, circumstances, gpus_of, sampling_of
+from dataflow.running.services.hosting import REWARD, circumstances, gpus_of
 from dataflow.running.services.nodes import check_nodes
 from dataflow.running.services.training import check_trained
 
@@ -278,7 +278,7 @@ class Preparation:
         """Waits for the inference servers of ``engine.rollout=http``, and checks that they serve the run's model."""
         if config.engine.rollout != "http" or not self._hosts("rollout"):
             return None
-        from dataflow.engines.http.check import check_servers
+        from dataflow.engines.http.engine import check_servers
         from dataflow.files import unmakable
 
         draw, model = config.engine, config.model.path
@@ -288,9 +288,7 @@ class Preparation:
         here = model is not None and Path(model, "config.json").is_file()
         longest = config.data.max_prompt_length + config.response_length
         wait_s = draw.server_wait if self._patience_s is None else self._patience_s
-        found = check_servers(
-            draw.urls, draw.api_key_env, model if here else None, longest, sampling_of(config), wait_s
-        )
+        found = check_servers(draw.urls, draw.api_key_env, model if here else None, longest, wait_s)
         if not here:
             raise NotChecked(
                 f"they answer ({found}); what they serve is compared with the model of model.path, which is not there "

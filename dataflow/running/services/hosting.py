@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.config.reward import asked_of, concurrency_of, model_of, source_of
-from dataflow.engines.base import Sampling
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError, ModelError
 from dataflow.executors.ray.paths import SharedPaths
@@ -260,7 +259,6 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "max_tokens": draw.max_tokens,
             "max_num_seqs": draw.max_num_seqs,
             "gpu_memory": config.engine_memory,
-            "in_flight": draw.in_flight,
             "tensor_parallel": workers,
         }
         if turns:
@@ -311,7 +309,6 @@ def _servers_host(config: Any, longest: int, files: dict[str, str]) -> Hosted:
             "model": config.model.path,
             "max_prompt_length": longest,
             "urls": list(draw.urls),
-            "sampling": sampling_of(config),
             "max_model_len": config.data.max_prompt_length + config.response_length,
             "api_key_env": draw.api_key_env,
             "slots": draw.max_num_seqs,
@@ -319,7 +316,6 @@ def _servers_host(config: Any, longest: int, files: dict[str, str]) -> Hosted:
             "tries": draw.request_tries,
             "wait": draw.server_wait,
             "weights_dir": _weights_directory(config),
-            "in_flight": draw.in_flight,
         },
         concurrent=True,
         restarts=draw.restarts,
@@ -337,12 +333,6 @@ def _weights_directory(config: Any) -> str | None:
     # Runs of one name in other folders, or on other machines, may share engine.weights_dir.
     digest = hashlib.sha256(f"{platform.node()}:{config.run_file('')}".encode()).hexdigest()[:8]
     return str(Path(config.engine.weights_dir, f"{config.name or 'run'}-weights-{digest}"))
-
-
-def sampling_of(config: Any) -> Sampling:
-    """Returns how the run draws its samples, which decides the log-probs that servers elsewhere must report."""
-    names = ("temperature", "top_p", "top_k", "max_tokens", "min_p", "repetition_penalty")
-    return Sampling(**{name: getattr(config.engine, name) for name in names})
 
 
 def circumstances(config: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from dataflow.config.run import TrainerConfig
 from dataflow.data.pictures import Shown
 from dataflow.engines.base import Sampling
 from dataflow.engines.hf import HfRollout
+from dataflow.engines.pretrained import undrawn
 from dataflow.engines.verl.trainer import VerlTrainer
-from dataflow.engines.vocabulary import undrawn
 from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import check_model, check_weights
 from dataflow.models.processor import Processor

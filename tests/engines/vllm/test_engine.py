@@ -18,7 +18,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.vllm.engine import VllmRollout
-from dataflow.errors import Aborted, ConfigError, DataError, RunError, ServiceLost
+from dataflow.errors import Aborted, DataError, RunError, ServiceLost
 from tests.engines.tiny_models import ENDS, greedy, load, log_probs, prompts, save_model
 from tests.rigs.listening import listeners
 from tests.rigs.processes import below, command, left
@@ -114,11 +114,7 @@ def test_greedy_tokens_follow_a_sync_of_tied_weights(
     assert all(one != other for one, other in zip(*expected, strict=True))
 
 
-@pytest.mark.parametrize("in_flight", ["wait", "abort"])
-def test_each_sample_is_drawn_by_the_weights_of_its_version(
-    engine: VllmRollout, models: list[Any], in_flight: Any, monkeypatch: pytest.MonkeyPatch, run: Any
-) -> None:
-    monkeypatch.setattr(engine, "in_flight", in_flight)
+def test_each_sample_is_drawn_by_the_weights_of_its_version(engine: VllmRollout, models: list[Any], run: Any) -> None:
     early, late = prompts([5] * 40), prompts([6] * 4, first=50)
     sampling = Sampling(n=2, max_tokens=R)
     order: list[str] = []
@@ -149,17 +145,13 @@ def test_each_sample_is_drawn_by_the_weights_of_its_version(
     assert (len(before), len(after)) == (80, 8)
     at = order.index("sync")
     assert "late" not in order[:at]
-    old = [sample for sample in before if sample.version == 0]
-    assert len(old) == 80 if in_flight == "wait" else 0 < len(old) < 80
-    assert order[:at] == ["early"] * len(old)
+    assert order[:at] == ["early"] * 80
+    assert {sample.version for sample in before} == {0}
     assert {sample.version for sample in after} == {1}
     for batch, samples in ((early, before), (late, after)):
         ids = dict(zip(batch.ids, batch["prompt_ids"], strict=True))
         assert all(close(models[s.version], ids[s.group], s) for s in samples)
         assert not any(close(models[1 - s.version], ids[s.group], s) for s in samples if len(s.tokens) > 3)
-    # Restarted samples equal samples requested at that moment.
-    new = [sample for sample in before if sample.version == 1]
-    assert by_place(new).items() <= by_place(run(drawn(engine, early, sampling, seed=3))).items()
 
 
 # What is drawn.
@@ -170,10 +162,8 @@ def test_each_sample_is_drawn_by_the_weights_of_its_version(
     [
         Sampling(n=3, max_tokens=R),
         Sampling(n=3, max_tokens=R, temperature=0.6, top_p=0.7, top_k=9),
-        Sampling(n=3, max_tokens=R, temperature=1.7, min_p=0.1),
-        Sampling(n=3, max_tokens=R, temperature=0.8, repetition_penalty=1.5, top_p=0.9),
     ],
-    ids=["plain", "top", "min_p", "penalty"],
+    ids=["plain", "top"],
 )
 def test_log_probs_are_before_the_cuts_at_the_temperature(
     engine: VllmRollout, models: list[Any], sampling: Sampling, run: Any
@@ -187,7 +177,7 @@ def test_log_probs_are_before_the_cuts_at_the_temperature(
     found, beside = run(body())
     for sample in found:
         ids = batch["prompt_ids"][sample.group]
-        assert close(models[0], ids, sample, temperature=sampling.temperature, penalty=sampling.repetition_penalty)
+        assert close(models[0], ids, sample, temperature=sampling.temperature)
     for sample in beside:
         ids = other["prompt_ids"][sample.group - 9]
         assert list(sample.tokens) == greedy(models[0], ids, R)
@@ -197,7 +187,7 @@ def test_log_probs_are_before_the_cuts_at_the_temperature(
 def test_the_cuts_are_made(engine: VllmRollout, run: Any) -> None:
     batch = prompts([7, 20])
     best = by_place(run(drawn(engine, batch, GREEDY)))
-    for cut in (Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(min_p=1.0)):
+    for cut in (Sampling(top_k=1), Sampling(top_p=1e-6)):
         assert by_place(run(drawn(engine, batch, replace(cut, temperature=2.0, max_tokens=R), seed=4))) == best
     assert by_place(run(drawn(engine, batch, Sampling(temperature=2.0, max_tokens=R), seed=4))) != best
 
@@ -262,8 +252,6 @@ def test_a_generator_closed_early_frees_its_samples_in_flight(engine: VllmRollou
 
 
 def test_what_vllm_does_not_take_fails_alone(engine: VllmRollout, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"temperature=0\.001; vLLM takes 0"):
-        run(drawn(engine, prompts([3]), Sampling(temperature=0.001)))
     monkeypatch.setattr(engine, "max_prompt_length", P + R)
     with pytest.raises(DataError, match=r"vLLM does not take the prompt of group 0: .*longer than"):
         run(drawn(engine, prompts([P + R]), GREEDY))
