@@ -24,8 +24,8 @@ from dataflow.planning.simulation import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline import perfetto
+from dataflow.timeline.perfetto import TraceWriter
 from dataflow.timeline.spans import Level, Mark, Span, Trace
-from dataflow.timeline.writer import TraceWriter
 
 BOUND_US = 20.0
 BOUND_SHARE = 0.01

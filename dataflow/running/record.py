@@ -23,8 +23,8 @@ from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics
 from dataflow.running.summary import SUMMARY, evaluation_in, read_summary, summarise
 from dataflow.system.secrets import redact_values
 from dataflow.timeline import perfetto
+from dataflow.timeline.perfetto import TraceWriter
 from dataflow.timeline.spans import Trace
-from dataflow.timeline.writer import TraceWriter
 from dataflow.usercode.numeric import finite
 
 TRACE = "trace.json"

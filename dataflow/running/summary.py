@@ -14,8 +14,8 @@ SUMMARY = "summary.json"
 LAST_EVALUATIONS = 3
 """Number of last evaluations whose mean the summary has, as single ones swing by several points."""
 _FACTS = ("policy", "split", "max_staleness", "order")
-_FIGURES = ("wall_s", "resumed", "not_running_s", "step_s", "after_training_s", "after_training_idle_s", "gpu_busy_s",
-            "exposed_wait_s", "exposed_wait_by_cause", "reward_service_s", "lower_bound_s")  # fmt: skip
+_FIGURES = ("wall_s", "resumed", "not_running_s", "step_s", "after_training_s", "gpu_busy_s", "exposed_wait_s",
+            "exposed_wait_by_cause", "reward_service_s", "lower_bound_s")  # fmt: skip
 
 _FIGURES_OF = {
     "validates": ("accuracy_before", "accuracy_after", f"accuracy_mean_last_{LAST_EVALUATIONS}", "evaluations"),

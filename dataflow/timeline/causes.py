@@ -65,15 +65,6 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
     return [wait for one, other in pairwise(edges) for wait in charge.waits(one, other)]
 
 
-def waits_after(trace: Trace, resource: str = "gpu") -> list[Wait]:
-    """Returns the waits of a resource between the end of the last training task and the end of the last task.
-
-    A late validation or checkpoint causes them. They are not exposed waits, which are only those of training.
-    """
-    begin, end = trace.window[1], trace.end
-    return exposed_waits(trace, resource, (begin, end)) if end > begin else []
-
-
 class _Charge:
     """Charges the idle time of a resource."""
 
@@ -109,8 +100,7 @@ class _Charge:
 
     def _last(self, end: float) -> Span | None:
         """Returns the last task of the window; it ends the window if no task on the resource does (a late write)."""
-        late = end > self.trace.window[1]
-        closing = [s for s in self.trace.spans if (late or not s.optional) and s.end <= end]
+        closing = [s for s in self.trace.spans if not s.optional and s.end <= end]
         return max(closing, key=lambda s: (s.end, s.step, s.stage, s.part), default=None)
 
     def _cause(self, stage: str, where: str) -> str:
@@ -180,7 +170,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         ``wall_s`` (first task to last training task, without the time in which the run was not running), ``resumed``
         (steps of the checkpoints from which it resumed), ``not_running_s`` (from each kill to the resume, together),
         ``step_s`` (wall time per complete step), ``after_training_s`` (from the last training task to the last task of
-        all, such as a late validation), ``after_training_idle_s`` (idle time of the GPUs in it), ``gpu_busy_s``,
+        all, such as a late validation), ``gpu_busy_s``,
         ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds}, ``busy`` {resource: share of the wall time},
         ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed wait are means over the GPU pools, and add up to
         the wall time. If the trace has its job, also ``lower_bound_s`` (the GPUs' busy time, or that of the slots that
@@ -203,7 +193,6 @@ def summary(trace: Trace) -> dict[str, Any]:
         "not_running_s": sum(gap.seconds for gap in trace.gaps),
         "step_s": (ended - trace.window[0]) / len(whole) if whole else 0.0,
         "after_training_s": trace.end - trace.window[1],
-        "after_training_idle_s": sum(w.seconds for pool in pools for w in waits_after(trace, pool)) / len(pools),
         "gpu_busy_s": busy,
         "exposed_wait_s": sum(by_cause.values()),
         "exposed_wait_by_cause": dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
@@ -299,13 +288,12 @@ class Culprit:
         return {**own, "task": wait.task, "waited_for": wait.by, **facts, "step": self.step}
 
 
-def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = False) -> list[Culprit]:
+def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
     """Returns a culprit per wait of the GPUs (:func:`exposed_waits`), longest first.
 
     Args:
         trace: of a run.
         pools: of GPUs; None for all that the trace shows.
-        after: whether to include waits after training, see :func:`waits_after`.
     """
     last: dict[tuple[str, int, int | None], Mark] = {}
     """(collecting stage, "validation" or "" for any; step; part, None for any) -> the last request to end."""
@@ -319,7 +307,7 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
     asked = agents.reward_causes_of(trace)
     found: list[Culprit] = []
     for pool in (trace.pools or POOLS[:1]) if pools is None else pools:
-        for wait in [*exposed_waits(trace, pool), *(waits_after(trace, pool) if after else ())]:
+        for wait in exposed_waits(trace, pool):
             if (task := _TASK.match(wait.by)) is None:
                 found.append(Culprit(wait, pool))
                 continue
@@ -332,7 +320,7 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
 
 def linked(trace: Trace) -> list[tuple[int, int]]:
     """Returns (step, group) of the requests for which GPUs waited, the longest wait first."""
-    return list(dict.fromkeys(c.place for c in culprits(trace, after=True) if c.place is not None))
+    return list(dict.fromkeys(c.place for c in culprits(trace) if c.place is not None))
 
 
 # --- the critical path ------------------------------------------------------------------------------------------------

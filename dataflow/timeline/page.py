@@ -158,7 +158,7 @@ def _draw(made: dict[str, Any], trace: Trace, name: str, samples: str, tall: flo
         rows[resource] = above, made["height"]
         made["rows"].append({"name": resource, "top": above, "bottom": made["height"]})
         made["height"] += _GAP
-    for found in culprits(trace, after=True):
+    for found in culprits(trace):
         if found.pool not in rows:
             continue
         wait = found.wait
@@ -253,8 +253,7 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
         rows.append(["in all", f"{seconds(total)} {_small('with start, evaluations and end')}"])
     rows += [["not running", f"{seconds(gap.seconds)} {_small(gap.why)}"] for gap in trace.gaps]
     if (after := numbers["after_training_s"]) >= 0.05:
-        idle = _small(f"GPUs idle for {seconds(numbers['after_training_idle_s'])} of it")
-        rows.append(["after training", f"{seconds(after)} {idle}"])
+        rows.append(["after training", f"{seconds(after)} {_small('until the last task ended')}"])
     if (bound := numbers.get("lower_bound_s")) is not None:
         asked = bound > numbers["gpu_busy_s"] or numbers.get("reward_service_s") == bound
         by = "the reward requests at full concurrency" if asked else "the GPUs' own work"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError, counted
-from dataflow.timeline.causes import Culprit, culprits, exposed_waits, summary, waits_after
+from dataflow.timeline.causes import Culprit, culprits, exposed_waits, summary
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
 
 LETTERS = {
@@ -116,7 +116,7 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
     drawn: list[tuple[str, str]] = []
     for name, lane in bars:
         cells = [" "] * columns
-        for wait in [*exposed_waits(trace, name), *waits_after(trace, name)] if name in POOLS else ():
+        for wait in exposed_waits(trace, name) if name in POOLS else ():
             a, b = column(wait.begin), column(wait.end)
             cells[a:b] = "~" * (b - a)
         for span in lane:
@@ -180,9 +180,7 @@ def idle_lines(trace: Trace) -> list[str]:
     lines = [_idle_line(trace, pool) for pool in trace.pools]
     if (after := trace.end - trace.window[1]) >= 0.005:
         last = max(trace.spans, key=lambda s: s.end)
-        idle = {pool: sum(w.seconds for w in waits_after(trace, pool)) for pool in trace.pools}
-        idle_parts = [f"{_pool(pool)} idle {_s(seconds)} s" for pool, seconds in idle.items() if seconds >= 0.005]
-        lines.append(", ".join([f"after training {_s(after)} s until {last.task} ended", *idle_parts]))
+        lines.append(f"after training {_s(after)} s until {last.task} ended")
     return [*lines, *(gap.words for gap in trace.gaps)]
 
 

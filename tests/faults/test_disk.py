@@ -19,8 +19,8 @@ from dataflow.files import written
 from dataflow.running.record import Record
 from dataflow.running.reporting.tracking import Tracker
 from dataflow.running.session import Session
+from dataflow.timeline.perfetto import TraceWriter
 from dataflow.timeline.spans import Span, Trace
-from dataflow.timeline.writer import TraceWriter
 from tests.rigs.logs import logged
 
 ROOT = Path(__file__).parents[2]

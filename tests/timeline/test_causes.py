@@ -17,7 +17,6 @@ from dataflow.timeline.causes import (
     linked,
     pool_waits,
     summary,
-    waits_after,
 )
 from dataflow.timeline.spans import Mark, Span, Trace
 
@@ -190,7 +189,6 @@ def test_the_summary_of_a_step() -> None:
         "not_running_s": 0,
         "step_s": 5,
         "after_training_s": 0,
-        "after_training_idle_s": 0,
         "gpu_busy_s": 6,
         "exposed_wait_s": 4,
         "exposed_wait_by_cause": {"rewards": 4},
@@ -217,20 +215,6 @@ def test_a_step_that_was_interrupted_counts_for_nothing() -> None:
     stages = [{"name": name, "on": "gpu", "every": 2 if name == "val" else None} for name in names]
     first = Trace(tasks[:1], meta={"status": "failed", "job": {"pipeline": {"stages": stages}}})
     assert (first.steps, summary(first)["step_s"], summary(first)["wall_s"]) == (0, 0, 2)
-
-
-def test_the_gpus_wait_beside_a_late_validation() -> None:
-    val = {"optional": True}
-    trace = Trace([
-        task("actor_update[1]", "gpu", 0, 4),
-        Span("val_rollout", 1, 0, 1, "gpu", 4, 6, val, "actor_update[1]"),
-        Span("val_score", 1, 0, 1, "reward", 6, 11, val, "val_rollout[1]"),
-    ])  # fmt: skip
-    assert exposed_waits(trace) == []
-    assert [(w.begin, w.end, w.cause) for w in waits_after(trace)] == [(6, 11, "rewards")]
-    facts = summary(trace)
-    assert (facts["wall_s"], facts["after_training_s"], facts["after_training_idle_s"]) == (4, 7, 5)
-    assert facts["exposed_wait_s"] == 0, "which is of training"
 
 
 # --- who came last
@@ -297,18 +281,12 @@ def test_other_waits_name_what_was_waited_for() -> None:
 
 def test_a_wait_for_an_evaluation_names_its_own_request() -> None:
     trace = Trace()
-    trace.add(task("rollout[1]", "gpu", 0, 1))
-    trace.add(
-        task("reward_collect[1]", "reward", 1, 3, "rollout[1]"),
-        Mark("reward", "reward", 1, 3, {"step": 1, "group": 7, "sample": 0}),
-    )
-    trace.add(task("actor_update[1]", "gpu", 3, 4, "reward_collect[1]"))
-    late = Span("val_score", 1, 0, 1, "reward", 4, 9, {"optional": True}, "actor_update[1]")
-    trace.add(late, Mark("reward", "reward", 4, 9, {"step": 1, "group": 2, "sample": 0, "validation": True}))
-    trace.add(Span("write_val_samples", 1, 0, 1, "io", 9, 9.5, {"optional": True}, "val_score[1]"))
-    (found, *_) = culprits(trace, ["gpu"], after=True)
-    assert (found.wait.seconds, found.words) == (5, "step 1, evaluation, group 2")
-    assert linked(trace) == [(1, 7)], "the page of samples holds those of training"
+    val = Span("val_score", 1, 0, 1, "reward", 1, 6, {"optional": True}, "rollout[1]")
+    trace.add(task("rollout[1]", "gpu", 0, 1), val, task("rollout[2]", "gpu", 6, 7, "val_score[1]"))
+    trace.add(Mark("reward", "reward", 1, 3, {"step": 1, "group": 7, "sample": 0}))
+    trace.add(Mark("reward", "reward", 1, 6, {"step": 1, "group": 2, "sample": 0, "validation": True}))
+    assert [(c.wait.seconds, c.words) for c in culprits(trace)] == [(5, "step 1, evaluation, group 2")]
+    assert linked(trace) == [], "the page of samples holds those of training"
 
 
 # --- the critical path

@@ -48,18 +48,6 @@ S sync_weights  P penalise_length  V val_rollout  ~ gpu waits
 """
 
 
-def test_a_gpu_that_idles_beside_a_late_validation_is_drawn_as_waiting() -> None:
-    trace = both()
-    trace.add(
-        Span("val_score", 2, 0, 1, "reward", 34, 44, {"optional": True}, "val_rollout[2]"),
-        Span("write_val_samples", 2, 0, 1, "gpu", 44, 46, {"optional": True}, "val_score[2]"),
-    )
-    (gpu,) = [row for row in gantt(trace, 80).splitlines() if row.startswith("gpu")]
-    late = gpu.split("V2")[1].strip("=")
-    assert set(late[:-3]) == {"~"}, gpu
-    assert len(late) > 10
-
-
 def test_the_whole_run() -> None:
     assert gantt(both(), width=80) == GOLDEN.lstrip("\n")
 

@@ -17,8 +17,8 @@ import pytest
 from dataflow.cli import main
 from dataflow.errors import RunError
 from dataflow.timeline import perfetto
+from dataflow.timeline.perfetto import TraceWriter
 from dataflow.timeline.spans import Level, Mark, Span, Trace
-from dataflow.timeline.writer import TraceWriter
 from tests.timeline.traces.trace_format import check
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ from dataflow.graph import Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
-from dataflow.timeline.writer import TraceWriter
+from dataflow.timeline.perfetto import TraceWriter
 
 @stage(writes="responses", on="gpu")
 def rollout(prompts, *, task):

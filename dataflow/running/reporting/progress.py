@@ -245,8 +245,7 @@ def end_table(summary: dict[str, Any]) -> str:
         ("exposed wait", f"{summary['exposed_wait_s']:.1f} s" + (f" ({', '.join(causes)})" if causes else "")),
     ]
     if summary["after_training_s"] >= 0.05:
-        idle = f"GPU pool idle {summary['after_training_idle_s']:.1f} s of it"
-        rows.append(("after training", f"{summary['after_training_s']:.1f} s until the last task ended, {idle}"))
+        rows.append(("after training", f"{summary['after_training_s']:.1f} s until the last task ended"))
     words = {"failed": "failed", "cancelled": "cancelled", "retried": "tried again", "cached": "from the ledger"}
     rewards = summary.get("rewards") or {}
     for agent, counts in (rewards.get("agents") or ({"": rewards} if rewards else {})).items():
