@@ -159,8 +159,6 @@ class JudgeConfig(PromptConfig):
     """Budget of the run in the currency of price_per_million; null for none."""
     price_per_million: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     """Price of a million prompt tokens and of a million reply tokens."""
-    timeout: PositiveFloat | None = None
-    """Seconds that one call may take; null for reward.timeout."""
     latency: Text = "uniform:1:40"
     """Distribution of the delays of the stand-in, in seconds."""
     time_scale: NonNegativeFloat = 0.02

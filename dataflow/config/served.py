@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
-from dataflow.config.section import Fraction, Section, Text
+from dataflow.config.section import Fraction, Section, Text, Texts
+from dataflow.system.address import is_address
 
 
 class PromptConfig(Section):
@@ -37,7 +37,7 @@ class ServedModelConfig(Section):
 
     path: Text | None = None
     """Directory of the model; required unless url is given."""
-    url: Text | list[Text] | None = None
+    url: Texts | None = None
     """Base URL of a server that runs elsewhere, or of several equal ones; null serves the model in this run."""
     kind: Literal["classify", "pooling", "chat"] = "classify"
     """How it scores: classify and pooling return the raw score of a classification head, chat is a judge."""
@@ -50,7 +50,7 @@ class ServedModelConfig(Section):
     max_num_seqs: PositiveInt = 64
     """Requests in flight at one server."""
     max_model_len: PositiveInt | None = None
-    """Longest input of a request, in tokens; null for the model's own limit."""
+    """Longest input of a request, in tokens; a longer one is an error; null for the model's own limit."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision: auto, bfloat16, float16 or float32; auto takes the model's on a GPU, float32 on a CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -65,8 +65,6 @@ class ServedModelConfig(Section):
     """none: the raw score; sigmoid: of it."""
     routing: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hash"] = "power_of_two"
     """How vllm-router chooses among several servers: power_of_two by load, cache_aware by what their caches hold."""
-    timeout: PositiveFloat = 60.0
-    """Seconds that a server may take for a request; the agent then tries again."""
     start_timeout: PositiveFloat = 600.0
     """Seconds that a server may take to start, or to wake; one given by url, to answer before the run starts."""
     restarts: NonNegativeInt = 3
@@ -75,20 +73,9 @@ class ServedModelConfig(Section):
     _servers: tuple[str, ...] = PrivateAttr(())
 
     @property
-    def given_urls(self) -> tuple[str, ...]:
-        """The servers' addresses, maybe with a login, where they are known."""
-        return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The servers' addresses without passwords, where they are known."""
-        parts = map(urlsplit, self.given_urls)
-        return tuple(each._replace(netloc=each.netloc.rpartition("@")[2]).geturl() for each in parts)
-
-    @property
     def servers(self) -> int:
         """Number of its servers, here or elsewhere."""
-        return len(self.urls) or self.replicas
+        return len(self.url or ()) or self.replicas
 
     def serve_at(self, base: str, servers: tuple[str, ...]) -> None:
         """Sets where it is while the run serves it.
@@ -101,32 +88,24 @@ class ServedModelConfig(Section):
 
     @property
     def base(self) -> str | None:
-        """URL for requests, maybe with a login; None before the run serves it."""
-        return self._base or (self.given_urls[0] if len(self.given_urls) == 1 else None)
+        """URL for requests; None before the run serves it."""
+        return self._base or (self.url[0] if self.url is not None and len(self.url) == 1 else None)
 
     @property
     def each_server(self) -> tuple[str, ...]:
-        """URLs of its servers, maybe with a login, where they are known."""
-        return self._servers or self.given_urls
+        """URLs of its servers, where they are known."""
+        return self._servers or tuple(self.url or ())
 
     def client_options(self, name: str) -> dict[str, Any]:
-        """Returns the keyword arguments of :class:`~dataflow.rewards.models.served.ServedReward`.
-
-        Args:
-            name: of the model.
-        """
-        keys = {"path", "kind", "template", "max_model_len", "timeout", "normalize", "prompt"}
+        """Returns the keyword arguments of :class:`~dataflow.rewards.models.served.ServedReward`."""
+        keys = {"path", "kind", "normalize", "prompt"}
         return {"name": name, "url": self.base, **self.model_dump(include=keys)}
 
     def scoring(self, name: str) -> dict[str, Any]:
-        """Returns all that decides its scores: an answer is used again only where this is equal.
-
-        Args:
-            name: of the model.
-        """
+        """Returns all that decides its scores: an answer is used again only where this is equal."""
         keys = {"path", "kind", "dtype", "engine_kwargs", "template", "max_model_len", "normalize", "prompt"}
         # The run's own servers have other ports each time; of one that runs elsewhere nothing else is known.
-        at = None if self.path else sorted(self.urls)
+        at = None if self.path else sorted(self.url or ())
         return {"name": name, "url": at, **self.model_dump(include=keys)}
 
     def server_options(self) -> dict[str, Any]:
@@ -137,31 +116,23 @@ class ServedModelConfig(Section):
         return {**self.model_dump(include=keys), **paths, "sleeps": self.placement == "colocated"}
 
     @model_validator(mode="after")
-    def _keys_of_a_server_of_this_run(self) -> ServedModelConfig:
-        try:
-            _ = self.urls
-        except ValueError as error:  # not with the url, which may hold a password
-            raise ValueError(f"url is no address ({error}); give http://host:port") from None
-        if self.url is None:
-            return self
+    def _one_place(self) -> ServedModelConfig:
+        if self.path is None and self.url is None:
+            raise ValueError("give path=DIR to serve it in this run, or the url of its server")
+        if any(
+            not is_address(url) or "@" in url for url in self.url or ()
+        ):  # not with the url, which may hold a password
+            raise ValueError("url is no address of a server; give http://host:port, without a login")
+        if "model" in self.prompt.options:
+            raise ValueError("prompt.options may not contain 'model': requests name it as its section; rename that")
+        if self.kind != "chat" and self.prompt != PromptConfig():
+            raise ValueError(f"prompt has no effect with kind={self.kind}; leave it out, or give kind=chat")
         # With path, too, the others say what scores: a run that has served the model may be resumed with a url.
-        others = () if self.path is not None else ("dtype", "engine_kwargs")
-        for key in ("replicas", "tensor_parallel", "gpu_memory", *others):
+        others = () if self.path is not None else ("dtype", "engine_kwargs", "template", "max_model_len")
+        for key in ("replicas", "tensor_parallel", "gpu_memory", *others) if self.url is not None else ():
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) != default:
                 raise ValueError(
                     f"{key} has no effect with url, whose servers the run does not start; leave it at {default}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _one_place(self) -> ServedModelConfig:
-        if (self.path is None) == (self.url is None) and self.path is None:
-            raise ValueError("give path=DIR to serve it in this run, or the url of its server")
-        if len(self.given_urls) > 1 and self.given_urls != self.urls:
-            raise ValueError("url: a login works for one server alone; put several behind one address, and give that")
-        if "model" in self.prompt.options:
-            raise ValueError("prompt.options may not contain 'model': requests name it as its section; rename that")
-        if self.kind != "chat" and self.prompt != PromptConfig():
-            raise ValueError(f"prompt has no effect with kind={self.kind}; leave it out, or give kind=chat")
         return self

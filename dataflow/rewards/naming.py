@@ -19,8 +19,8 @@ _KEY = re.compile(r"(?<![\w./'\"-])(reward|judge|custom_reward_function)\.(?=[a-
 def keyed(message: str, agent: str) -> str:
     """Returns a message with the keys of the agent's own section in place of those of section reward.
 
-    >>> keyed("lower reward.rpm, or raise judge.timeout.", "style")
-    'lower style.rpm, or raise style.judge.timeout.'
+    >>> keyed("lower reward.rpm, or raise judge.url.", "style")
+    'lower style.rpm, or raise style.judge.url.'
     """
     if agent == MAIN:
         return message

@@ -27,7 +27,7 @@ MAY_CHANGE = (
     "checkpoint", "engine.api_key_env", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs",
     "engine.replicas", "engine.request_timeout", "engine.request_tries", "engine.restarts", "engine.server_wait",
     "engine.urls", "engine.weights_dir", "executor", "judge.api_key_env", "judge.latency", "judge.max_cost",
-    "judge.max_tokens", "judge.price_per_million", "judge.time_scale", "judge.timeout", "judge.url", "ray",
+    "judge.max_tokens", "judge.price_per_million", "judge.time_scale", "judge.url", "ray",
     "resume", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline",
     "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned",
     "reward.max_backoff", "reward.max_failed_share", "reward.restarts", "reward.rpm", "reward.timeout", "reward.tpm",
@@ -38,7 +38,7 @@ MAY_CHANGE = (
 """Keys and sections that change neither the samples nor what is trained on them."""
 MODEL_MAY_CHANGE = (
     "gpu_memory", "max_num_seqs", "placement", "replicas", "restarts", "routing", "start_timeout", "tensor_parallel",
-    "timeout", "url",
+    "url",
 )  # fmt: skip
 """The same of a reward model: keys of ``reward.models.NAME``."""
 

@@ -11,11 +11,11 @@ from dataflow.rewards.naming import keyed, prefixed
     ("said", "named"),
     [
         ("raise reward.timeout, or lower reward.rpm.", "raise style.timeout, or lower style.rpm."),
-        ("the judge. It took judge.timeout=3", "the judge. It took style.judge.timeout=3"),
+        ("the judge. It took judge.url=3", "the judge. It took style.judge.url=3"),
         ("(reward.on_failure=drop_sample)", "(style.on_failure=drop_sample)"),
         ("custom_reward_function.path=x.py", "style.custom_reward_function.path=x.py"),
         ("in reward.py:3 and my/reward.py and runs/a/rewards.sqlite", None),
-        ("'reward.tries' of style.judge.timeout", None),
+        ("'reward.tries' of style.judge.url", None),
     ],
 )
 def test_keys_are_those_of_the_agent(said: str, named: str | None) -> None:

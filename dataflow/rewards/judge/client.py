@@ -1,30 +1,27 @@
-"""Client: one POST to an OpenAI-style server, and the errors of a call. The agent retries and limits the calls."""
+"""The client of judges and reward models: JSON over HTTP, and the errors of a call. The agent retries and limits."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from loguru import logger
+
 from dataflow.errors import ConfigError
 from dataflow.system.address import is_address, without_login
-from dataflow.system.http import beginning_of_error, error_within, may_pass, message_in, reason, short, wait_asked
+from dataflow.system.http import may_pass, message_in, reason, short, wait_asked
 from dataflow.system.secrets import key_of, redact
 
 if TYPE_CHECKING:
     import aiohttp
 
-_FIXES = {
-    400: "correct what the server objects to: judge.model, judge.options, or a prompt that is too long for the model",
-    401: "see that the environment variable that judge.api_key_env names holds a key that this server accepts",
-    404: "correct judge.url or judge.model: the server has no such address or no such model",
-    429: "lower reward.rpm or reward.concurrency",
-}
-_FIXES |= {403: _FIXES[401], 422: _FIXES[400]}
+_AGAIN_S = 0.5
+"""Seconds between two tries: nothing says when a server elsewhere has started."""
 
 
 class JudgeError(Exception):
@@ -42,36 +39,28 @@ class JudgeError(Exception):
     retry = True
     retry_after: float | None = None
     fatal = False
-    fix = "see that the judge at judge.url is up and replies with one line 'Score: <0..1>'"
+    fix = "see that the server replies as the OpenAI API does, and a judge with one line 'Score: <0..1>'"
 
     def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(redact(message))
         vars(self).update({name: value for name, value in attributes.items() if value is not None})
 
 
-class JudgeTimeout(JudgeError, TimeoutError):
-    """The judge did not reply in time."""
-
-    fix = "raise judge.timeout, or lower reward.concurrency if the judge is overloaded"
-
-
 class JudgeUnreachable(JudgeError, ConnectionError):
     """There was no connection to the judge, or it broke."""
 
-    fix = "see that the judge at judge.url is up and can be reached from this machine"
+    fix = "see that the server is up and can be reached from this machine"
 
 
 class Client:
-    """Sends JSON over one aiohttp session, which the first call opens.
+    """Sends JSON over one aiohttp session, which the first call opens; a call lasts until its caller gives it up.
 
     Args:
         key: the API key, if the server requires one.
-        timeout: seconds for a whole exchange; None for no limit.
     """
 
-    def __init__(self, key: str | None = None, timeout: float | None = None) -> None:
+    def __init__(self, key: str | None = None) -> None:
         self._headers = _headers(key)
-        self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, url: str, body: Mapping[str, Any]) -> Any:
@@ -87,31 +76,28 @@ class Client:
                 # The agent limits the calls. Many servers close idle connections after 5 s, and a request sent
                 # meanwhile would be lost: close them earlier.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
-                timeout=aiohttp.ClientTimeout(total=self._timeout),
+                timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),  # a load balancer's would bind all calls to one server
             )
+        failure: JudgeError | None = None
         try:
             # A redirect could take the key to another host.
             async with self._session.post(url, json=body, allow_redirects=False) as reply:
-                if reply.status != 200:
-                    text = await beginning_of_error(reply.content.iter_any(), self._timeout)
-                    wait_s = wait_asked(reply.headers.get("Retry-After", ""), reply.headers.get("Date", ""))
-                    raise _refused(url, reply.status, message_in(text), wait_s, reply.headers.get("Location"))
-                raw = await reply.read()
-                answer = json.loads(raw)
-                found = error_within(answer, reply.headers)
-                if found is not None:  # as proxies of several providers send it
-                    raise _refused(url, found.status, found.message, found.wait_s)
-                return answer
-        except TimeoutError:
-            failure: JudgeError = JudgeTimeout(f"{url} did not answer in time (judge.timeout={self._timeout})")
+                text = await reply.text(errors="replace")
+            answer = json.loads(text) if reply.status == 200 else {"error": {"code": reply.status}}
         except (aiohttp.ClientError, OSError) as error:
-            failure = JudgeUnreachable(f"{url}: {type(error).__name__}: {short(str(error))}")
+            failure = JudgeUnreachable(f"{url}: {type(error).__name__}: {reason(error)}")
         except ValueError as error:
-            sent = short(raw[:1000].decode(errors="replace"))
-            failure = JudgeError(f"{url} sent broken JSON, {short(str(error))}: '{sent}'")
-        raise failure  # not from aiohttp's error, which holds the headers of the request, and with them the key
+            failure = JudgeError(f"{url} sent broken JSON, {short(str(error))}: '{short(text)}'")
+        if failure is not None:
+            raise failure  # not from another error: aiohttp's hold the request with its key, that of JSON the text
+        # An error may come with status 200, as proxies of several providers send it.
+        if isinstance(answer, Mapping) and (found := answer.get("error")):
+            code = found.get("code") if isinstance(found, Mapping) else None
+            wait_s = wait_asked(reply.headers.get("Retry-After", ""), reply.headers.get("Date", "")) or None
+            raise _refused(url, code if isinstance(code, int) else None, message_in(text), wait_s)
+        return answer
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -123,13 +109,13 @@ def _headers(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _refused(url: str, status: int | None, text: str, wait_s: float, location: str | None = None) -> JudgeError:
+def _refused(url: str, status: int | None, text: str, wait_s: float | None) -> JudgeError:
     again = status is None or may_pass(status)
-    fix = _FIXES.get(status or 0, "see the log of the server at judge.url" if again else "see what the server says")
-    if location:
-        fix = redact(f"set judge.url to the address that it redirects to: {short(location)}")
+    fix = "correct what it objects to: the address, the model, the key or the request"
+    if again:
+        fix = "see the server's log, or lower reward.concurrency or reward.rpm"
     message = f"{url} answered {status or 'an error'}: {short(text) or 'without a message'}"
-    return JudgeError(message, status=status, retry=again, retry_after=wait_s or None, fix=fix)
+    return JudgeError(message, status=status, retry=again, retry_after=wait_s, fix=fix)
 
 
 def address_of(url: str, path: str = "/v1/chat/completions") -> str:
@@ -145,10 +131,7 @@ def address_of(url: str, path: str = "/v1/chat/completions") -> str:
     parts = urlsplit(url) if is_address(url) else None
     if parts is None or parts.query or parts.fragment:
         shown = redact(str(url).partition("?")[0])  # a key may follow
-        raise ConfigError(
-            f"judge.url={shown} is not an address; give http://host:port, without a query; "
-            "for several servers give a router's."
-        )
+        raise ConfigError(f"judge.url={shown} is not an address; give http://host:port, without a query.")
     base = url.rstrip("/")
     return base if base.endswith(path.removeprefix("/v1")) else f"{base.removesuffix('/v1')}{path}"
 
@@ -162,45 +145,49 @@ def root_of(url: str) -> str:
     return re.sub(r"(/v1)?(/chat/completions|/classify|/pooling)?/*$", "", url)
 
 
-def models_in(text: str) -> list[str]:
-    """Returns the names of the models in a reply to ``GET /v1/models``; ValueError if it is no list of models."""
-    try:
-        return [str(each["id"]) for each in json.loads(text)["data"]]
-    except (LookupError, TypeError) as error:
-        raise ValueError("the reply is no list of models") from error
+async def models_of(url: str, setting: str, patience_s: float, api_key_env: str | None = None) -> list[str]:
+    """Waits until a server answers ``GET /v1/models``, and returns the models that it lists; none if it has no list.
 
-
-def check_judge(url: str, api_key_env: str | None, model: str, patience_s: float) -> str:
-    """Asks a server for its models, and for no score, which may cost money; returns that it answers, as a clause.
-
-    A model that the server does not list is named in the clause, and no error: some servers list no aliases.
+    Args:
+        url: of the server.
+        setting: the key that gave it, for messages.
+        patience_s: seconds to wait.
+        api_key_env: environment variable that holds the API key.
 
     Raises:
-        ConfigError: it does not answer within these seconds, or not without another key.
+        ConfigError: it does not answer in time, or not with this key.
     """
-    name = without_login(url)[0]
-    what = f"judge.url={name}: the server"
+    import aiohttp
 
-    async def ask() -> str:
-        import aiohttp
-
-        key = key_of(api_key_env, "judge.api_key_env")
-        limit = aiohttp.ClientTimeout(total=patience_s)
-        async with aiohttp.ClientSession(timeout=limit, headers=_headers(key)) as session:
+    what = f"{setting}={without_login(url)[0]}: the server"
+    headers = _headers(key_of(api_key_env, "judge.api_key_env"))
+    end, told = time.monotonic() + patience_s, False
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
+        while True:
             try:
                 async with session.get(f"{root_of(url)}/v1/models", allow_redirects=False) as reply:
-                    status, text = reply.status, await reply.text(errors="replace")
+                    text = await reply.text(errors="replace")
             except (aiohttp.ClientError, OSError) as error:
-                raise ConfigError(f"{what} does not answer ({reason(error)}); start it, or correct the url.") from None
-            if status in (401, 403):
-                raise ConfigError(f"{what} refuses GET /v1/models ({status}); {_FIXES[401]}.")
-            if status >= 500:
-                raise ConfigError(f"{what} answers {status} to GET /v1/models; see its log, or correct the url.")
+                why = reason(error)
+            else:
+                if reply.status in (401, 403):
+                    raise ConfigError(f"{what} refuses GET /v1/models ({reply.status}); give a key that it accepts.")
+                if reply.status < 500:
+                    return _listed(text) if reply.status == 200 else []
+                why = f"it answers {reply.status}"
+            if time.monotonic() + _AGAIN_S > end:
+                raise ConfigError(
+                    f"{what} does not answer GET /v1/models within {patience_s:g} s ({why}); start it, or correct the "
+                    "url."
+                )
+            if not told:
+                logger.warning(f"{what} does not answer ({why}); waiting for it, at most {patience_s:g} s")
+            told = True
+            await asyncio.sleep(_AGAIN_S)
 
-        return text if status == 200 else ""
 
-    text, listed = asyncio.run(ask()), list[str]()
-    with suppress(ValueError):  # it lists its models in another form, or not at all
-        listed = models_in(text)
-    unknown = f", but lists no model '{model}' (judge.model): it has {', '.join(listed[:5])}"
-    return f"{name} answers{unknown if listed and model not in listed else ''}"
+def _listed(text: str) -> list[str]:
+    try:
+        return [str(each["id"]) for each in json.loads(text)["data"]]
+    except (ValueError, LookupError, TypeError):  # some servers list their models in another form, or not at all
+        return []

@@ -6,16 +6,15 @@ One call of ``compute_score`` is one request: the agent retries, times out and l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dataflow.errors import ConfigError, counted
-from dataflow.rewards.judge.client import Client, JudgeError, JudgeTimeout, address_of
+from dataflow.rewards.judge.client import Client, JudgeError, address_of
 from dataflow.rewards.judge.rubric import Rubric, estimate, read
 from dataflow.system.address import without_login
 from dataflow.system.secrets import key_of
 
-__all__ = ["BudgetSpent", "Judge", "JudgeError", "JudgeTimeout"]
+__all__ = ["BudgetSpent", "Judge", "JudgeError"]
 
 _EXPLANATION = 2000  # characters
 
@@ -24,69 +23,6 @@ class BudgetSpent(JudgeError):
     """The judge has used up its budget; no further call is made."""
 
     fatal = True
-
-
-@dataclass
-class Budget:
-    """The tokens that one judge object has used, and its limits. Only replies count: a cancelled call is not seen.
-
-    Attributes:
-        max_tokens: prompts and replies together; None for no limit.
-        max_cost: in the currency of the prices; None for no limit.
-        prices: of a million prompt tokens and of a million reply tokens.
-        before: calls, tokens and cost of earlier processes of the run, which count against the limits alone.
-    """
-
-    max_tokens: int | None = None
-    max_cost: float | None = None
-    prices: Sequence[float] = (0.0, 0.0)
-    before: tuple[int, int, float] = (0, 0, 0.0)
-    calls: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    tokens_estimated: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-    @property
-    def cost(self) -> float:
-        return self.price(self.prompt_tokens, self.completion_tokens)
-
-    def price(self, prompt: int, completion: int) -> float:
-        return (prompt * self.prices[0] + completion * self.prices[1]) / 1e6
-
-    def check(self) -> None:
-        """Raises :class:`BudgetSpent` if it is used up; called before each request, so calls in flight are answered."""
-        calls, tokens, cost = self.before
-        after = counted(calls + self.calls, "call")
-        spent = (
-            ("judge.max_tokens", tokens + self.tokens, self.max_tokens),
-            ("judge.max_cost", round(cost + self.cost, 6), self.max_cost),
-        )
-        for key, used, limit in spent:
-            if limit is not None and used >= limit:
-                raise BudgetSpent(
-                    f"the judge's budget is spent: {used:,} of {key}={limit} after {after}",
-                    retry=False,
-                    fix=f"raise {key}; a run that is resumed does not pay again for the answers in its ledger",
-                )
-
-    def count(self, usage: Mapping[str, Any], prompt_characters: int, reply_characters: int) -> int | None:
-        """Counts one reply; returns the tokens that the server states, or None if they had to be estimated."""
-        names = ("prompt_tokens", "completion_tokens", "total_tokens")
-        prompt, completion, total = (usage.get(name) or 0 for name in names)
-        # Some servers exclude reasoning from the completion, but charge for it.
-        completion = max(completion, total - prompt)
-        stated = prompt > 0
-        if not stated:
-            prompt, completion = estimate(prompt_characters), estimate(reply_characters)
-            self.tokens_estimated += prompt + completion
-        self.calls += 1
-        self.prompt_tokens += prompt
-        self.completion_tokens += completion
-        return prompt + completion if stated else None
 
 
 class Judge:
@@ -98,7 +34,6 @@ class Judge:
             authentication.
         model: name of the model in the request.
         api_key_env: environment variable that holds the API key, if the server requires one.
-        timeout: of one call, in seconds; None uses the agent's.
         temperature: of the judge; None sends none.
         max_tokens_reply: of a reply, sent as ``max_tokens``; None uses the server's limit.
         options: further keys of the request body, which override those above.
@@ -116,7 +51,6 @@ class Judge:
         url: str,
         model: str = "judge",
         api_key_env: str | None = None,
-        timeout: float | None = 120.0,
         *,
         temperature: float | None = 0,
         max_tokens_reply: int | None = None,
@@ -130,12 +64,15 @@ class Judge:
         key = key_of(api_key_env, "judge.api_key_env")
         if key and without_login(url)[1]:
             raise ConfigError("judge.api_key_env is given, and judge.url also holds a password; give one of the two.")
-        self.client = Client(key, timeout)
+        self.client = Client(key)
         self._rubric = Rubric(**rubric)
-        prices = price_per_million or (0.0, 0.0)
-        if max_cost is not None and not any(prices):
+        self._prices = price_per_million or (0.0, 0.0)
+        if max_cost is not None and not any(self._prices):
             raise ConfigError(f"judge.max_cost={max_cost} needs prices; give judge.price_per_million=[PROMPT,REPLY].")
-        self._budget = Budget(max_tokens, max_cost, prices)
+        self._limits = max_tokens, max_cost
+        self._before: tuple[int, int, float] = (0, 0, 0.0)
+        # Only replies count: a cancelled call is not seen.
+        self._usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "tokens_estimated", "calls"), 0)
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens_reply}
         self._body = {key: value for key, value in body.items() if value is not None} | dict(options or {})
         if taken := {"messages", "stream"}.intersection(self._body):
@@ -154,13 +91,13 @@ class Judge:
             ``score``, ``explanation`` (the text of the reply) and, if the server states it, ``tokens``.
 
         Raises:
-            JudgeError: there is no reply in time, an HTTP error, or not exactly one score within the range.
+            JudgeError: there is no reply, an HTTP error, or not exactly one score within the range.
             BudgetSpent: the budget is used up.
         """
-        self._budget.check()
+        self._check_budget()  # before the request, so that calls in flight are answered
         chat = self._rubric.chat(solution_str, ground_truth, extra_info)
         reply = read(await self.client.post(self._address, {**self._body, "messages": chat}))
-        tokens = self._budget.count(reply.usage, _length(chat), len(reply.thinking) + len(reply.text))
+        tokens = self._count(reply.usage, _length(chat), len(reply.thinking) + len(reply.text))
         try:
             score = self._rubric.score(reply)
         except JudgeError as error:
@@ -179,9 +116,9 @@ class Judge:
 
         A reply without a limit is taken to be as long as those so far.
         """
-        budget = self._budget
+        calls, replies = self._usage["calls"], self._usage["completion_tokens"]
         limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
-        reply = limit or (-(-budget.completion_tokens // budget.calls) if budget.calls else 64)
+        reply = limit or (-(-replies // calls) if calls else 64)
         return estimate(_length(self._rubric.chat(solution_str, ground_truth, extra_info))) + int(reply)
 
     def count_before(self, calls: int, tokens: int, reply_characters: int) -> None:
@@ -190,7 +127,7 @@ class Judge:
         ``tokens`` are those of prompts and replies together; the share of the replies is estimated from their length.
         """
         completion = min(tokens, estimate(reply_characters))
-        self._budget.before = (calls, tokens, self._budget.price(tokens - completion, completion))
+        self._before = (calls, tokens, self._price(tokens - completion, completion))
 
     def usage(self) -> dict[str, float]:
         """Returns the counts so far.
@@ -199,8 +136,37 @@ class Judge:
             ``tokens``; ``prompt_tokens`` and ``completion_tokens``, its parts; ``tokens_estimated``, how many of them
             the server does not state; ``cost``; ``calls``, the number of replies.
         """
-        names = ("tokens", "prompt_tokens", "completion_tokens", "tokens_estimated", "cost", "calls")
-        return {name: getattr(self._budget, name) for name in names}
+        prompt, completion = self._usage["prompt_tokens"], self._usage["completion_tokens"]
+        return {**self._usage, "tokens": prompt + completion, "cost": self._price(prompt, completion)}
+
+    def _price(self, prompt: int, completion: int) -> float:
+        return (prompt * self._prices[0] + completion * self._prices[1]) / 1e6
+
+    def _check_budget(self) -> None:
+        (calls, tokens, cost), own = self._before, self.usage()
+        spent = (tokens + own["tokens"], round(cost + own["cost"], 6))
+        for key, used, limit in zip(("judge.max_tokens", "judge.max_cost"), spent, self._limits, strict=True):
+            if limit is not None and used >= limit:
+                raise BudgetSpent(
+                    f"the judge's budget is spent: {used:,} of {key}={limit} after "
+                    f"{counted(calls + self._usage['calls'], 'call')}",
+                    retry=False,
+                    fix=f"raise {key}; a run that is resumed does not pay again for the answers in its ledger",
+                )
+
+    def _count(self, usage: Mapping[str, Any], prompt_characters: int, reply_characters: int) -> int | None:
+        """Counts one reply; returns the tokens that the server states, or None if they had to be estimated."""
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        prompt, completion, total = (usage.get(name) or 0 for name in names)
+        completion = max(completion, total - prompt)  # some servers exclude reasoning, but charge for it
+        stated = prompt > 0
+        if not stated:
+            prompt, completion = estimate(prompt_characters), estimate(reply_characters)
+            self._usage["tokens_estimated"] += prompt + completion
+        self._usage["calls"] += 1
+        self._usage["prompt_tokens"] += prompt
+        self._usage["completion_tokens"] += completion
+        return prompt + completion if stated else None
 
     async def close(self) -> None:
         """Closes the connections."""

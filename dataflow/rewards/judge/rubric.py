@@ -80,10 +80,7 @@ def read(answer: Any) -> Reply:
         if isinstance(text, list):  # as Mistral sends it
             text = "\n".join(part["text"] for part in text if part.get("type") == "text")
     except (LookupError, TypeError, AttributeError):
-        fix = "see that judge.url is an OpenAI-style chat server"
-        raise JudgeError(
-            f"the judge answered without choices[0].message: {short(json.dumps(answer))}", fix=fix
-        ) from None
+        raise JudgeError(f"the judge answered without choices[0].message: {short(json.dumps(answer))}") from None
     if (end := _THOUGHT.match(text)) or _THINKING.match(text):
         at = end.end() if end else len(text)
         text, thinking = text[at:], thinking + text[:at]
@@ -122,7 +119,7 @@ class Rubric:
             self._turns = {"system": _template(system, "system"), **self._turns}
         if not any(place[2] == "response" for place in _PLACE.finditer(self._turns["user"])):
             raise ConfigError("judge.template has no {response}: the judge would not see what it grades.")
-        self._own = score_pattern is not None
+        self._own = score_pattern
         try:
             self._pattern = re.compile(score_pattern or SCORE_LINE, re.IGNORECASE | re.MULTILINE)
         except re.error as error:
@@ -155,27 +152,26 @@ class Rubric:
         Raises:
             JudgeError: there is not exactly one match, or it is not a number within the range.
         """
-        fix = "see that judge.template asks for what judge.score_pattern finds" if self._own else None
-        lines = reply.text.splitlines()
-        quoted = f"'{short(reply.text)}'"
+        lines, said = reply.text.splitlines(), f"'{short(reply.text)}'"
         if not reply.text and reply.thinking:
-            quoted += f", after the thinking '{short(reply.thinking)}'"
+            said += f", after the thinking '{short(reply.thinking)}'"
         if reply.cut:
             lines = lines[:1] if len(lines) > 1 else []
-            quoted += f", and it ended by '{reply.cut}'"
-            if reply.cut == "length":
-                fix = "raise judge.max_tokens_reply: the reply was cut off at that limit, or at the server's"
+            said += f", and it ended by '{reply.cut}'"
+        fix = None if self._own is None else "see that judge.template asks for what judge.score_pattern finds"
+        if reply.cut == "length":
+            fix = "raise judge.max_tokens_reply: the reply was cut off at that limit, or at the server's"
         found = self._pattern.findall("\n".join(lines))
         if len(found) != 1:
-            what = f"matches of judge.score_pattern={self._pattern.pattern}" if self._own else "lines 'Score: <number>'"
-            raise JudgeError(f"the judge's reply has {len(found)} {what}, not one: {quoted}", fix=fix)
+            what = f"matches of judge.score_pattern={self._own}" if self._own else "lines 'Score: <number>'"
+            raise JudgeError(f"the judge's reply has {len(found)} {what}, not one: {said}", fix=fix)
         try:
             score = float(found[0])
         except ValueError:
-            raise JudgeError(f"the judge's score '{short(found[0])}' is not a number: {quoted}", fix=fix) from None
+            raise JudgeError(f"the judge's score '{short(found[0])}' is not a number: {said}", fix=fix) from None
         if not self._low <= score <= self._high:
             limits = f"{self._low:g}..{self._high:g}"
-            raise JudgeError(f"the judge's score {score:g} is outside {limits}: {quoted}", fix=fix)
+            raise JudgeError(f"the judge's score {score:g} is outside {limits}: {said}", fix=fix)
         return (score - self._low) / (self._high - self._low) if self._normalize else score
 
 
@@ -231,14 +227,12 @@ def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
     >>> transcript([{"role": "assistant", "content": "1 + 1 ="}, {"role": "tool", "name": "add", "content": "2"}])
     'assistant: 1 + 1 =\\ntool add: 2'
     """
-    heads = [" ".join(filter(None, (turn.get("role"), turn.get("name")))) for turn in chat]
-    return "\n".join(f"{head}: {_said(turn)}" for head, turn in zip(heads, chat, strict=True))
-
-
-def _said(turn: Mapping[str, Any]) -> str:
-    content = turn.get("content")
-    calls = [text_of(dict(call)) for call in calls_of(turn)]
-    return "\n".join([*([] if content is None and calls else [text_of(content)]), *calls])
+    lines = []
+    for turn in chat:
+        content, calls = turn.get("content"), [text_of(dict(call)) for call in calls_of(turn)]
+        said = [*([] if content is None and calls else [text_of(content)]), *calls]
+        lines.append(f"{' '.join(filter(None, (turn.get('role'), turn.get('name'))))}: " + "\n".join(said))
+    return "\n".join(lines)
 
 
 def messages(question: str, reference: str, response: str) -> list[dict[str, str]]:

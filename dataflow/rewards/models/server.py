@@ -21,7 +21,6 @@ from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.rewards.judge.client import root_of
-from dataflow.system.address import without_login
 from dataflow.system.children import command
 from dataflow.system.http import short
 from dataflow.system.loopback import ADDRESS
@@ -184,7 +183,7 @@ class Sleeper:
 
     Attributes:
         what: the model, for messages.
-        urls: of its servers, maybe with a login.
+        urls: of its servers.
         limit_s: seconds that a server may take, a restart included.
     """
 
@@ -199,14 +198,11 @@ class Sleeper:
         Raises:
             RunError: a server does not answer, does not wake up, or cannot sleep.
         """
-        await self._all(False)
+        await asyncio.gather(*(self._set(url, False) for url in self.urls))
         yield
-        await self._all(True)
+        await asyncio.gather(*(self._set(url, True) for url in self.urls))
 
-    async def _all(self, asleep: bool) -> None:
-        await asyncio.gather(*(self._one(url, asleep) for url in self.urls))
-
-    async def _one(self, url: str, asleep: bool) -> None:
+    async def _set(self, url: str, asleep: bool) -> None:
         """Puts a server to sleep, or wakes it; one that does not listen may be starting again, and is awaited."""
         end = time.monotonic() + self.limit_s
         while True:
@@ -215,31 +211,24 @@ class Sleeper:
             except (OSError, HTTPException) as error:
                 if time.monotonic() > end:
                     raise RunError(
-                        f"{self.what}: server {root_of(without_login(url)[0])} does not answer within "
-                        f"{self.limit_s:g} s ({error}); see its log in servers/ of the run."
+                        f"{self.what}: server {root_of(url)} does not answer within {self.limit_s:g} s ({error}); see "
+                        "its log in servers/ of the run."
                     ) from error
             await asyncio.sleep(_AGAIN_S)
 
 
 def _set_asleep(url: str, asleep: bool, limit_s: float, what: str) -> None:
-    shown, login = without_login(url)
-    root, headers = root_of(shown), {"Authorization": login} if login else {}
-
-    def ask(call: str, method: str) -> str:
-        data = b"" if method == "POST" else None
-        request = urllib.request.Request(f"{root}/{call}", data, method=method, headers=headers)
-        with urllib.request.urlopen(request, timeout=limit_s) as reply:
-            return str(reply.read(1000), errors="replace")
-
-    does = f"{what}: server {root} does not {'sleep' if asleep else 'wake up'}"
-    fix = "start vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 on a GPU, or give placement=own"
+    root, answer = root_of(url), ""
     try:
-        ask("sleep?level=1" if asleep else "wake_up", "POST")
-        answer = ask("is_sleeping", "GET")
+        for method, call in (("POST", "sleep?level=1" if asleep else "wake_up"), ("GET", "is_sleeping")):
+            request = urllib.request.Request(f"{root}/{call}", method=method)
+            with urllib.request.urlopen(request, timeout=limit_s) as reply:
+                answer = str(reply.read(1000), errors="replace")
     except urllib.error.HTTPError as error:
-        if error.code >= 500:  # it knows the call
-            fix = "see its log, and give it less of the GPU's memory (gpu_memory), or give placement=own"
-        answer = f"{error.code}: {short(str(error.read(1000), errors='replace'))}"
-        raise RunError(f"{does} ({error.filename} answered {answer}); {fix}.") from None
+        answer = f"{error.filename} answered {error.code}: {short(str(error.read(1000), errors='replace'))}"
     if f'"is_sleeping":{str(asleep).lower()}' not in answer.replace(" ", ""):
-        raise RunError(f"{does} (/is_sleeping answered {short(answer)}); {fix}.")
+        raise RunError(
+            f"{what}: server {root} does not {'sleep' if asleep else 'wake up'} ({short(answer)}); see its log, give "
+            "it less of the GPU's memory (gpu_memory), or give placement=own. A server elsewhere needs "
+            "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1."
+        )

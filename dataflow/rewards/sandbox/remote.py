@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from dataflow.errors import ConfigError
 from dataflow.rewards.sandbox.outcome import STDERR, Outcome, SandboxError, Status
 from dataflow.system.address import is_address
-from dataflow.system.http import beginning_of_error, may_pass, reason, short, wait_asked
+from dataflow.system.http import may_pass, reason, short, wait_asked
 
 if TYPE_CHECKING:
     import aiohttp
@@ -60,7 +60,7 @@ class RemoteSandbox:
         try:
             async with self._session.post(self._url, json={**self._options, "code": source, "stdin": stdin}) as reply:
                 if reply.status != 200:
-                    text = short(await beginning_of_error(reply.content.iter_any()))
+                    text = short(await reply.text(errors="replace"))
                     raise SandboxError(
                         f"the sandbox {self._url} answered {reply.status}: {text or 'without a message'}",
                         status=reply.status,

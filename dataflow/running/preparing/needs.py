@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 import math
@@ -15,12 +16,13 @@ from dataflow.config.loading.saved import PACKAGES
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, NotChecked
 from dataflow.executors.ray.nodes import check_count, visible_gpus
-from dataflow.rewards.judge.client import check_judge
+from dataflow.rewards.judge.client import models_of
 from dataflow.rewards.naming import keyed
 from dataflow.running.preparing.check import Check
 from dataflow.running.preparing.machine import GIB, free_disk, gib, gpu_memory
 from dataflow.running.preparing.memory import Need, need_of, peak, shown
 from dataflow.running.preparing.preparation import Preparation
+from dataflow.system.address import without_login
 from dataflow.system.extras import mismatched, not_installed
 
 _LEAST_DISK = GIB // 10
@@ -78,10 +80,16 @@ def needs(prepared: Preparation, patience_s: float) -> list[Check]:
 
 def _check_judge(prepared: Preparation, name: str, patience_s: float) -> str:
     judge = prepared.judges[name]
+    url = without_login(str(judge.url))[0]
     try:
-        return check_judge(str(judge.url), judge.api_key_env, judge.model, patience_s)
+        # For no score, which may cost money.
+        listed = asyncio.run(models_of(str(judge.url), "judge.url", patience_s, judge.api_key_env))
     except ConfigError as error:
         raise ConfigError(keyed(str(error), name)) from error
+    if not listed or judge.model in listed:
+        return f"{url} answers"
+    # No error: some servers list no aliases.
+    return f"{url} answers, but lists no model '{judge.model}' (judge.model): it has {', '.join(listed[:5])}"
 
 
 def _estimate(prepared: Preparation, need: list[Need]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -261,18 +262,30 @@ class Preparation:
         self.inputs = {name: found[name] for name in self.graph.pipeline.inputs}
 
     def _check_model_servers(self, config: RunConfig) -> str | None:
-        """Waits for the reward models that have a url."""
-        wanted = [
-            (name, url, model.start_timeout if self._patience_s is None else self._patience_s)
-            for name, model in config.reward.models.items()
-            for url in model.given_urls
-        ]
-        if not wanted:
-            return None
-        from dataflow.rewards.models.probe import check_servers
+        """Waits for the reward models that have a url, and checks that they serve a model of the name."""
+        from dataflow.rewards.judge.client import models_of
 
-        check_servers(wanted)
-        return f"{len(wanted)} answer"
+        async def check(name: str, url: str, patience_s: float) -> None:
+            setting = f"reward.models.{name}.url"
+            listed = await models_of(url, setting, patience_s)
+            if listed and name not in listed:
+                raise ConfigError(
+                    f"{setting}={url}: the server has no model '{name}' but {', '.join(listed[:5])}; start it with "
+                    f"--served-model-name {name}, or name the section as the server names its model."
+                )
+
+        async def check_all() -> int:
+            patience = self._patience_s
+            checks = [
+                check(name, url, model.start_timeout if patience is None else patience)
+                for name, model in config.reward.models.items()
+                for url in model.url or ()
+            ]
+            await asyncio.gather(*checks)
+            return len(checks)
+
+        number = asyncio.run(check_all())
+        return f"{number} answer" if number else None
 
     def _check_servers(self, config: RunConfig) -> str | None:
         """Waits for the inference servers of ``engine.rollout=http``, and checks that they serve the run's model."""

@@ -23,9 +23,7 @@ from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
 from dataflow.models.directory import chat_template, check_files, check_head, headers
-from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.functions import load_reward, takes
-from dataflow.rewards.models.conversation import check_template, read_template
 from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
 from dataflow.running.services.hosting import SHARES
@@ -93,7 +91,7 @@ def _asks(custom: Any) -> bool:
 def _check_place(config: RunConfig, model: ServedModelConfig) -> None:
     """Checks that a model can be where it shall be, and that what routes to it is installed."""
     gpus, servers = bool(config.ray.gpus_per_worker), model.replicas * model.tensor_parallel
-    many = (model.servers > 1 or on_cluster(config)) and len(model.given_urls) != 1
+    many = (model.servers > 1 or on_cluster(config)) and len(model.url or ()) != 1
     if many and (why := not_installed("vllm_router")) is not None:
         raise ConfigError(why)
     if model.url is not None:
@@ -128,12 +126,10 @@ def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
                 f"model {path} answers {labels} numbers (labels), where a score is one; give a model with one label, "
                 "or a reward function that makes a score of them."
             )
-    if model.kind == "chat":  # the template of a classifier is checked where its client is
-        if model.template is not None:
-            where = f"template={model.template}"
-            check_template(load_tokenizer(str(path), "path"), read_template(model.template, where), where)
-        elif not chat_template(path):
-            raise ConfigError(f"model {path} has no chat template; give template, a Jinja file.")
+    if model.template is None and not chat_template(path):
+        raise ConfigError(f"model {path} has no chat template; give template, a Jinja file.")
+    if model.template is not None and not Path(model.template).expanduser().is_file():
+        raise ConfigError(f"template={model.template} does not exist; give a Jinja file.")
     if (found := vllm_device()) != device:
         devices = {"cpu": "the CPU", "cuda": "GPUs"}
         there = "is not installed" if found is None else f"that is installed is for {devices[found]}"
@@ -229,7 +225,7 @@ class ServedModels:
             if model.url is None and here:
                 address = self._address if model.replicas == 1 else ADDRESS
                 ports[name] = [self._port(address) for _ in range(model.replicas)]
-            servers = tuple(port.url for port in ports.get(name, ())) or model.given_urls
+            servers = tuple(port.url for port in ports.get(name, ())) or tuple(model.url or ())
             base = servers[0] if servers else ""
             if len(servers) != 1:
                 self._routers[name] = self._port(self._address), self._port(ADDRESS)
@@ -270,7 +266,7 @@ class ServedModels:
         for name, (port, metrics) in self._routers.items():
             model = self._models[name]
             own = [urls[f"{name}-{number}"] for number in range(model.replicas if model.url is None else 0)]
-            words = router_command(own or model.urls, metrics.number, model.routing)
+            words = router_command(own or model.each_server, metrics.number, model.routing)
             log, what = self._directory / LOGS / f"{name}-router.log", f"reward model '{name}': its router"
             variables = {"RUST_LOG": "warn", **os.environ}  # by default it logs each choice
             # Its /health wants all servers, of which one may have died.

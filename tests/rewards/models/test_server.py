@@ -107,6 +107,6 @@ def test_a_server_that_cannot_sleep_says_so(tmp_path: Path) -> None:
         async with Sleeper("reward model 'rm'", (port.url,), 5.0).awake():
             raise AssertionError
 
-    with pytest.raises(RunError, match=r"reward model 'rm': server http://\S+ does not wake up .*placement=own\.$"):
+    with pytest.raises(RunError, match=r"reward model 'rm': server http://\S+ does not wake up .*placement=own\."):
         asyncio.run(body())
     server.close()
