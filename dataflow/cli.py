@@ -55,12 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     if own and _trains(options):
-        from dataflow.running.remains import finish_killed
         from dataflow.system.supervisor import can_supervise, supervise
 
         if can_supervise():
-            return supervise(lambda: act(options), finish_killed)
+            return supervise(lambda: act(options), _finish_killed)
     return act(options)
+
+
+def _finish_killed(directory: Path, status: str, steps: int | None) -> str:
+    from dataflow.running.record import finish_killed  # what it imports, a run that ends itself never needs
+
+    return finish_killed(directory, status, steps)
 
 
 def _trains(options: argparse.Namespace) -> bool:

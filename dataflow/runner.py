@@ -121,6 +121,7 @@ class Runner:
         on_step: called with a step and its metrics when its training tasks are done, and again with the metrics of
             optional stages (validation) that ended later.
         handles: of input fields, by field and step, from another runner of the same executor.
+        drains: whether the step in training shall end before the run does, given a task that failed and its error.
         restored: what the steps before ``graph.first`` left, if the run resumes from a checkpoint.
     """
 
@@ -136,12 +137,14 @@ class Runner:
         on_step: OnStep | None = None,
         restored: Restored | None = None,
         handles: Mapping[tuple[str, int], Any] | None = None,
+        drains: Callable[[Task, BaseException], bool] = lambda task, error: False,
     ) -> None:
         self.graph = graph
         self.executor = executor
         self.scheduler = Scheduler(graph, estimates)
         self.trace = trace
         self._on_step = on_step
+        self._drains = drains
         self._parts = Parts(graph)
         self._inputs, self._handles = inputs, handles or {}
         self._fetched: dict[tuple[str, int], Any] = {}  # handles of inputs, and what their functions raised
@@ -187,19 +190,6 @@ class Runner:
                 if done is None:
                     raise DataflowError("deadlock: tasks are left, but none is running.")
                 finished = self._execute(self._on_event(done))
-
-    def running(self) -> list[Span]:
-        """Returns a span for each running task, from its start until now."""
-        origin = self._origin
-        if origin is None:
-            return []
-        now = self.executor.now() - origin
-        found = []
-        for i, running in self._tasks.items():
-            s = running.task.stage
-            facts = {"optional": True} if s.every is not None else {}
-            found.append(Span(i.stage, i.step, i.part, i.parts, s.on, running.since - origin, now, facts))
-        return found
 
     def end_early(self) -> int:
         """Ends the run at the next consistent cut, see :meth:`dataflow.scheduler.Scheduler.end_early`.
@@ -292,7 +282,7 @@ class Runner:
 
     def _failed(self, running: _Running, error: BaseException) -> list[Instruction]:
         task = running.task
-        instructions = self.scheduler.handle(TaskFailed(task.id))
+        instructions = self.scheduler.handle(TaskFailed(task.id, self._drains(task, error)))
         if self._failure is None:
             elapsed = self.executor.now() - running.since
             self._failure = _failure(task, error, elapsed, self.scheduler.story(task.id))

@@ -47,9 +47,10 @@ class TaskFinished:
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """A task raised or its process died."""
+    """A task raised or its process died; with ``drains`` the step in training ends first, if it needs no such task."""
 
     id: TaskId
+    drains: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,10 @@ class Scheduler:
                 self._emit(entry, event)
             case TaskFailed():
                 self._move(entry, "failed")
+                if event.drains:
+                    self._cut()
+                if not event.drains or self._still_wanted(event.id):
+                    self._stop()
             case TaskFinished():
                 self._end(entry, event)
         return self._dispatch()
@@ -204,6 +209,9 @@ class Scheduler:
         Returns:
             The step, ``graph.first - 1`` if no training has started; and the instructions that follow.
         """
+        return self._cut(), self._dispatch()
+
+    def _cut(self) -> int:
         begun = [i.step for i, e in self._entries.items() if e.begun and e.task.stage.role == "trains"]
         # Steps that are over are forgotten; those before the oldest unfinished one have been trained.
         step = max([self._oldest - 1, *begun])
@@ -214,7 +222,7 @@ class Scheduler:
             if i not in self._wanted and i in self._entries:
                 self._wanted.add(i)
                 ahead += map(self.graph.pipeline.task_of, self._entries[i].task.deps)
-        return step, self._dispatch()
+        return step
 
     def switch(self, policy: Any) -> tuple[int | None, list[Instruction]]:
         """Changes the policy of the steps of which no task has started, and ends nothing for it.
@@ -309,7 +317,6 @@ class Scheduler:
     def _running_failed(self, entry: _Entry) -> None:
         self._taken[entry.task.stage.on] -= 1
         self.failed = entry.task.id
-        self._stop()
 
     # --- events -----------------------------------------------------------------------------------------------
 

@@ -280,7 +280,6 @@ def test_it_keeps_nothing_of_finished_steps():
     trace.sink = look
     asyncio.run(runner.run())
     assert not [step for _name, step in runner.handles(0) if step], "no field of a step"
-    assert not runner.running()
     assert max(sizes) < 2 * sizes[0]
     assert size() < sizes[0] / 2
 
@@ -402,22 +401,6 @@ def test_check_trace_notices_a_version_that_was_overwritten():
     late = [s if s.task != "rollout[3]" else moved(s, end=s.end + 500) for s in trace.spans]
     with pytest.raises(AssertionError, match=r"overwrote it meanwhile|began before"):
         check_trace(Trace(late, meta=trace.meta), wide)
-
-
-def test_running_tasks_are_spans_until_now() -> None:
-    seen: dict[str, list[Span]] = {}
-    trace = Trace(sink=lambda span, *_: seen.setdefault(span.task, runner.running()))
-    runner = Runner(grpo(preset("both", 4), steps=3), VirtualExecutor(SteadyCosts()), inputs={}, trace=trace)
-    assert runner.running() == []
-    asyncio.run(runner.run())
-    assert runner.running() == []
-    ended = {span.task: span for span in trace.spans}
-    told = [(ended[name], now) for name, spans in seen.items() for now in spans]
-    assert told
-    for at, now in told:
-        assert now.end == at.end, "until now"
-        assert (now.begin, now.resource) == (ended[now.task].begin, ended[now.task].resource)
-        assert ended[now.task].end >= at.end
 
 
 def test_events_of_the_run_before_on_the_same_executor_are_ignored() -> None:

@@ -13,11 +13,10 @@ from loguru import logger
 
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.saved import CONFIG, read_values
-from dataflow.errors import DataflowError, NotOffered, RunError, counted
+from dataflow.errors import DataflowError, NotOffered, RunError, ServiceLost
 from dataflow.executors.base import Executor
-from dataflow.graph import TaskGraph
+from dataflow.graph import Task, TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
-from dataflow.rewards.naming import MAIN
 from dataflow.runner import Restored, Runner
 from dataflow.running.record import Record
 from dataflow.running.replanning import AutoPolicy
@@ -28,17 +27,11 @@ from dataflow.running.services.nodes import node_rules
 from dataflow.stages.checkpoint import FAILED
 from dataflow.system.supervisor import report
 from dataflow.timeline.spans import Trace
+from dataflow.usercode.failures import causes_of
 
 if TYPE_CHECKING:
     from dataflow.running.services.served_models import ServedModels
 
-_WARNED = {
-    "skipped_updates": "updates that changed nothing, as their gradient was not finite or no sample was left to train "
-    "on; trainer.max_skipped of them in a row end the run",
-}
-"""Last parts of metrics whose first value but 0 is a warning, and what they count."""
-SHOWN_S = 0.5
-"""Seconds between two frames of the picture on a terminal."""
 _MOST_FAILED = 3
 """Checkpoints that may fail one after another before the run ends."""
 
@@ -81,7 +74,10 @@ class Attempt:
         """Step that an interrupted run saves."""
         self._grace: asyncio.TimerHandle | None = None
         """Ends the saving after ``checkpoint.grace_s``."""
-        self._warned: set[str] = set()
+        self._drained = False
+        """Whether a task failed, and the step in training ended nevertheless, unless it needed that task."""
+        self._skipped = False
+        """Whether it was said that an update was skipped."""
         self._failed = 0
         """Checkpoints that failed, one after another."""
 
@@ -137,18 +133,17 @@ class Attempt:
             origin=origin,
             on_step=self._on_step,
             restored=restored,
+            drains=self._drains,
         )
         if self._auto is not None:
             self._auto.begin(runner)
         self._progress.reached("the first task starts")
         self._progress.start(self._graph.steps)
         report(training=True)
-        showing = asyncio.create_task(self._show(runner))
         self._runner, self._training = runner, asyncio.ensure_future(runner.run())
         try:
             await self._train(runner, self._training)
         finally:
-            showing.cancel()
             if self._auto is not None:
                 await self._auto.close()
 
@@ -186,11 +181,27 @@ class Attempt:
             if self._cut is None or not runner.over:
                 training.cancel()
                 raise
+        except DataflowError:
+            step = runner.end_early()
+            if self._drained and step == self._record.steps >= self._graph.first:
+                try:
+                    await self._save(runner, step)
+                except DataflowError as second:  # the first one counts
+                    logger.warning(f"step {step} cannot be saved: {second}")
+            raise
         if self._cut is not None:
             await self._save(runner, self._cut)
             if self._grace is not None:
                 self._grace.cancel()  # it would cancel the closing of the services
             raise asyncio.CancelledError
+
+    def _drains(self, task: Task, error: BaseException) -> bool:
+        """Whether a run that a task ends can be saved: what is trained lives, as when rewards fail for good."""
+        pipeline = self._graph.pipeline
+        trained = [s.host for s in pipeline.with_role("trains")]
+        lost = any(isinstance(each, ServiceLost) for each in causes_of(error))
+        self._drained = bool(pipeline.with_role("saves")) and task.stage.host not in trained and not lost
+        return self._drained
 
     async def _save(self, runner: Runner, step: int) -> None:
         """Saves a checkpoint of a step that all services have reached, if there is none."""
@@ -218,13 +229,6 @@ class Attempt:
             return await self._executor.ask(host, method, *arguments)
         except NotOffered:
             return None
-
-    async def _stats(self) -> dict[str, Any]:
-        """Returns the stats of the reward agents: the services that collect rewards on a resource of their own name."""
-        collecting = [s for s in self._graph.pipeline.stages if s.host is not None and s.host.name == s.on]
-        agents = dict.fromkeys(s.on for s in collecting if s.collects or s.on == MAIN)
-        found = {name: await self._offered(name, "stats") for name in agents}
-        return {name: stats for name, stats in found.items() if stats is not None}
 
     async def _export(self) -> None:
         directory = self._record.directory
@@ -299,15 +303,18 @@ class Attempt:
         await Runner(graph, self._executor, inputs=inputs, trace=self._record.before, on_step=self._on_step).run()
 
     def _on_step(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            if value and name not in self._warned and (what := _WARNED.get(name.rpartition("/")[2])):
-                self._warned.add(name)
-                logger.warning(f"step {step}: {name} is {value:g}: {what}.")
+        if not self._skipped and any(name.endswith("/skipped_updates") and of for name, of in metrics.items()):
+            self._skipped = True
+            logger.warning(
+                f"step {step}: an update changed nothing, as its gradient was not finite or no sample was left to "
+                "train on; trainer.max_skipped of them in a row end the run."
+            )
         ended = step > self._record.steps
         if ended and self._auto is not None:
             metrics = {**metrics, **self._auto.metrics(step)}
+        graph = self._graph if self._runner is None else self._runner.graph
         # The spans of the last steps include all of this one.
-        shown = self._record.step(step, metrics, self._window)
+        shown = self._record.step(step, metrics, window=(graph.ahead + 3) * sum(graph.parts.values()))
         if step in self._record.evaluations and any(name.startswith("val-core/") for name in metrics):
             self._progress.evaluation(step, self._record.evaluations[step], self._record.accurate[step])
         if shown is not None:
@@ -315,38 +322,12 @@ class Attempt:
         if ended and self._auto is not None:
             self._auto.ended(step)
         if FAILED in metrics:
-            self._count_failed(bool(metrics[FAILED]))
-
-    @property
-    def _window(self) -> int:
-        """The number of last spans that include all of a step that ends."""
-        graph = self._graph if self._runner is None else self._runner.graph
-        return (graph.ahead + 3) * sum(graph.parts.values())
-
-    def _count_failed(self, failed: bool) -> None:
-        """Counts checkpoints that failed one after another.
-
-        Raises:
-            RunError: too many failed.
-        """
-        self._failed = self._failed + 1 if failed else 0
-        if self._failed >= _MOST_FAILED:
-            raise RunError(
-                f"the last {counted(self._failed, 'checkpoint')} could not be written; "
-                f"make room in {self._record.directory}, then 'dataflow resume {self._record.directory}' continues it."
-            )
-
-    async def _show(self, runner: Runner) -> None:
-        """Updates the picture, if there is one, until the run ends."""
-        stats: dict[str, Any] = {}
-        while self._progress.moves:
-            try:
-                stats = await self._stats()
-            except DataflowError as error:
-                # If the agent died, the run itself reports it or builds a new one.
-                logger.debug(f"a reward agent does not answer: {error}")
-            self._progress.show(runner.trace, runner.running(), stats, self._window)
-            await asyncio.sleep(SHOWN_S)
+            self._failed = self._failed + 1 if metrics[FAILED] else 0
+            if self._failed >= _MOST_FAILED:
+                raise RunError(
+                    f"the last {self._failed} checkpoints could not be written; make room in "
+                    f"{self._record.directory}, then 'dataflow resume {self._record.directory}' continues it."
+                )
 
 
 def _constant(values: Mapping[str, Any]) -> dict[str, Callable[[int], Any]]:

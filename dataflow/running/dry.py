@@ -13,8 +13,7 @@ from dataflow.config.base import BaseConfig
 from dataflow.errors import UserError
 from dataflow.models.directory import here_only
 from dataflow.running.preparing.check import Check, Finding, collect
-from dataflow.running.preparing.needs import check_packages, needs
-from dataflow.running.preparing.preparation import Preparation
+from dataflow.running.preparing.preparation import Preparation, check_packages
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import Complete, began
 from dataflow.system.secrets import redact
@@ -39,13 +38,22 @@ def dry_run(load: Load, arguments: Sequence[str]) -> list[Finding]:
 
 
 def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
-    found, wrong = _readable(load, arguments)
-    yield from wrong
-    if found is None:
-        yield _REST
-        return
-    module, config, given = found
-    if not wrong:
+    given = list(arguments)
+    while True:  # without an argument that is wrong, the next problem is found
+        try:
+            module, config = load(given)
+            break
+        except UserError as error:
+            yield Finding("configuration", "problem", str(error))
+            # A sentence names its key first; it does not name policy by policy.split.
+            keys = {text: re.escape(text.partition("=")[0].strip()) for text in given}
+            named = {text: re.search(rf"(?<![\w.]){key}(?!\w|\.\w)", str(error)) for text, key in keys.items() if key}
+            places = {text: match.start() for text, match in named.items() if match is not None}
+            if not places:
+                yield _REST
+                return
+            given.remove(min(places, key=lambda text: places[text]))
+    if len(given) == len(arguments):
         what = ", ".join(given) if len(given) <= 3 else f"{len(given)} keys are given"
         yield Finding("configuration", "ok", what or "as in the file, no key given")
     yield from collect([Check("packages", partial(check_packages, config))])
@@ -63,29 +71,4 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
 
 def _checks(prepared: Preparation) -> Iterator[Check]:
     yield from prepared.checks()
-    yield from needs(prepared, PATIENCE_S)  # which depend on the graph that the others have made
-
-
-def _readable(
-    load: Load, arguments: Sequence[str]
-) -> tuple[tuple[ModuleType, BaseConfig, list[str]] | None, list[Finding]]:
-    """Returns the configuration without the arguments that are wrong, and a finding for each of these.
-
-    The sentence about a problem names its key first; without that argument, the next problem is found.
-    """
-    given, wrong = list(arguments), list[Finding]()
-    while True:
-        try:
-            return (*load(given), given), wrong
-        except UserError as error:
-            wrong.append(Finding("configuration", "problem", str(error)))
-            named = [(at, text) for text in given if (at := _named(text.partition("=")[0].strip(), str(error))) >= 0]
-            if not named:
-                return None, wrong
-            given.remove(min(named)[1])
-
-
-def _named(key: str, sentence: str) -> int:
-    """Returns where a sentence first names a key, which ``policy.split`` does not do of ``policy``; -1 if nowhere."""
-    found = re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", sentence) if key else None
-    return -1 if found is None else found.start()
+    yield from prepared.needs()  # which depend on the graph that the others have made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,19 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config.base import BaseConfig
-from dataflow.errors import DataflowError, RunError
+from dataflow.errors import DataflowError, RunError, counted
 from dataflow.files import replaced, written
-from dataflow.running.reporting.reward_counts import RewardCounts
 from dataflow.running.reporting.timings import step_metrics, throughput
 from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics
-from dataflow.running.summary import SUMMARY, evaluation_in, read_summary, summarise
+from dataflow.running.saving.checkpoints import CheckpointStore
+from dataflow.running.summary import LOGGED, SUMMARY, evaluation_in, read_summary, reward_counts, summarise
 from dataflow.system.secrets import redact_values
 from dataflow.timeline import perfetto
 from dataflow.timeline.perfetto import TraceWriter
-from dataflow.timeline.spans import Trace
+from dataflow.timeline.spans import Span, Trace
 from dataflow.usercode.numeric import finite
 
 TRACE = "trace.json"
-EVALUATIONS = "evaluations.json"
-"""File with the trace of evaluations outside of the run's clock: before training, and after a resume."""
 _EARLIER = "earlier_s"
 """What a trace's meta calls the seconds of the processes before the last one of a run that was resumed."""
 _UNTAUGHT_STEPS = 3
@@ -45,7 +44,7 @@ class Record:
 
     Attributes:
         trace: of training.
-        before: trace of evaluations outside of the run's clock.
+        before: trace of this process's evaluations outside of the run's clock, which no file has.
         evaluations: mean score by step; 0 is before training.
         accurate: by step, whether that is an accuracy.
         steps: the last step whose training has ended.
@@ -59,11 +58,11 @@ class Record:
         self.accurate: dict[int, bool] = {}
         self.steps = 0
         self.summary: dict[str, Any] = {}
-        self._rewards = RewardCounts()
+        self._logged: Counter[tuple[str, str]] = Counter()
         self._untaught = 0
         self._config = config
         self._tracker: Tracker | None = None
-        self._writers: dict[str, TraceWriter] = {}
+        self._writer: TraceWriter | None = None
 
     # --- resuming -------------------------------------------------------------------------------------------
 
@@ -72,27 +71,19 @@ class Record:
 
         A trace that cannot be read is left out with a warning: the run can continue without its past timeline.
         """
-        self.trace = self._read(TRACE, "the timeline of the run so far is lost")
-        self.before = self._read(EVALUATIONS, "the summary will not count the requests of earlier evaluations")
-        self.trace.meta[_EARLIER] = read_summary(self.directory).get("total_s") or self._traced_s()
+        if (self.directory / TRACE).exists():
+            try:
+                self.trace = perfetto.read(self.directory / TRACE)
+            except DataflowError as error:
+                logger.warning(f"the timeline of the run so far is lost: {error}")
+        meta = self.trace.meta
+        begin = self.trace.gaps[-1].at if self.trace.gaps else 0.0
+        traced_s = float(meta.get(_EARLIER, 0.0)) + max(0.0, self.trace.end - begin)
+        meta[_EARLIER] = read_summary(self.directory).get("total_s") or traced_s
         self._load_rows(None)
 
-    def _read(self, name: str, otherwise: str) -> Trace:
-        if not (self.directory / name).exists():
-            return Trace()
-        try:
-            return perfetto.read(self.directory / name)
-        except DataflowError as error:
-            logger.warning(f"{otherwise}: {error}")
-            return Trace()
-
-    def _traced_s(self) -> float:
-        """Returns the seconds of the run's processes, as far as its trace shows the last one."""
-        begin = self.trace.gaps[-1].at if self.trace.gaps else 0.0
-        return float(self.trace.meta.get(_EARLIER, 0.0)) + max(0.0, self.trace.end - begin)
-
     def _load_rows(self, upto: int | None) -> None:
-        self.steps, self.evaluations, self.accurate, self._rewards = 0, {}, {}, RewardCounts()
+        self.steps, self.evaluations, self.accurate, self._logged = 0, {}, {}, Counter()
         for row in read_metrics(self.directory / METRICS):
             if upto is None or row["step"] <= upto:
                 self._take(row.pop("step"), row)
@@ -106,31 +97,19 @@ class Record:
             ahead: how many later steps that are.
         """
 
-        def stays(stage: str, of: int) -> bool:
-            return of <= step or (stage in early and of <= step + ahead)
+        def stays(span: Span) -> bool:
+            return span.step <= step or (span.stage in early and span.step <= step + ahead)
 
-        def cut(trace: Trace) -> Trace:
-            marks = (m for m in trace.marks if m.args.get("step", 0) <= step)
-            return Trace([s for s in trace.spans if stays(s.stage, s.step)], list(marks), meta=trace.meta)
-
-        old, recorded = self.trace, self.steps
-        self.trace, self.before = cut(old), cut(self.before)
-        end = max((s.end for s in self.trace.spans if not s.optional), default=0.0)
-        self.trace.add(*(level for level in old.levels if level.at <= end))
+        old = self.trace
+        spans = [span for span in old.spans if stays(span)]
+        end = max((span.end for span in spans if not span.optional), default=0.0)
+        marks = [mark for mark in old.marks if mark.args.get("step", 0) <= step]
+        self.trace = Trace(spans, marks, [level for level in old.levels if level.at <= end], old.meta)
+        self.before.marks = [mark for mark in self.before.marks if mark.args.get("step", 0) <= step]
+        self.before.spans = [span for span in self.before.spans if span.step <= step]
         self._load_rows(step)
-        if recorded < step:  # the process ended between the checkpoint and the record of its step
-            logger.warning(
-                f"{self.directory / METRICS} ends in step {recorded}, but the checkpoint is of step {step}: what is "
-                "missing is left out of timeline, metrics and summary."
-            )
-            self.steps = step
-        often = {each["every"] for each in old.declared if each["role"] == "validates" and each.get("every")}
-        if unscored := sorted({at for every in often for at in range(every, step, every)} - self.evaluations.keys()):
-            logger.warning(
-                f"no evaluation of step {', '.join(map(str, unscored))}: not all of its responses were scored when the "
-                f"run ended, and the weights are those of step {step} now."
-            )
-        dropped = max((s.end for s in old.spans if not stays(s.stage, s.step)), default=0.0)
+        self.steps = step  # the process may have ended between the checkpoint and the record of its step
+        dropped = max((span.end for span in old.spans if not stays(span)), default=0.0)
         lost = f", and {dropped - end:.1f} s of work after it were lost" if dropped > end else ""
         meta = self.trace.meta
         # An earlier gap may be in what is dropped now; how long this one is, is known when training begins again.
@@ -152,32 +131,23 @@ class Record:
             ConfigError: a backend of the metrics cannot be opened.
             RunError: a file cannot be written.
         """
-        resumes = "resumed" in self.trace.meta
+        upto = self.steps if "resumed" in self.trace.meta else None
         kept = {k: v for k, v in self.trace.meta.items() if k in ("gaps", "resumed", "started", _EARLIER)}
         self.trace.meta, self.before.meta = {**meta, **kept}, dict(meta)
-        upto = self.steps if resumes else None
         if self._config is None:
             self._tracker = Tracker(self.directory, upto=upto)
         else:
             shown, to = redact_values(self._config.model_dump(mode="json")), self._config.tracking
             self._tracker = Tracker(self.directory, to.backends, to.project, self.directory.name, shown, upto)
-        self._write(TRACE, self.trace)
-        if self.before.spans:
-            self._write(EVALUATIONS, self.before)
-        else:  # it is made with the first of them
-            self.before.sink = lambda *_items: self._write(EVALUATIONS, self.before)
+        path = self.directory / TRACE
+        with written("trace", path), replaced(path) as temporary:
+            self._writer = TraceWriter(temporary, self.trace.meta)
+            self._writer.add(*self.trace.spans, *self.trace.marks, *self.trace.levels)
+        self._writer.path = path
+        self.trace.sink = self._writer.add
         # A process that is killed later leaves the summary to its supervisor, which keeps one that exists.
         (self.directory / SUMMARY).unlink(missing_ok=True)
         self.summary = {}
-
-    def _write(self, name: str, trace: Trace) -> None:
-        """Writes a trace into a file, and from now on what is added to it."""
-        path = self.directory / name
-        with written("trace", path), replaced(path) as temporary:
-            writer = self._writers[name] = TraceWriter(temporary, trace.meta)
-            writer.add(*trace.spans, *trace.marks, *trace.levels)
-        writer.path = path
-        trace.sink = writer.add
 
     def begin(self, now: float) -> float:
         """Starts the clock of training, or continues it after a gap.
@@ -202,8 +172,8 @@ class Record:
             RunError: the file cannot be written.
         """
         self.trace.meta |= facts
-        if TRACE in self._writers:
-            self._writers[TRACE].describe(self.trace.meta)
+        if self._writer is not None:
+            self._writer.describe(self.trace.meta)
 
     def step(self, step: int, metrics: dict[str, float], window: int) -> dict[str, float] | None:
         """Writes the metrics of a step.
@@ -232,19 +202,19 @@ class Record:
         most, least = metrics.get("critic/advantages/max"), metrics.get("critic/advantages/min")
         self._untaught = self._untaught + 1 if most == least == 0 else 0
         if self._untaught == _UNTAUGHT_STEPS:
+            mean = metrics.get("critic/score/mean", 0.0)
             logger.warning(
-                "steps {} to {} trained nothing, as their advantages are all 0: the samples of each prompt had the "
-                "same score (mean {:g}); look at responses and scores with 'dataflow samples {}'.",
-                step - _UNTAUGHT_STEPS + 1,
-                step,
-                metrics.get("critic/score/mean", 0.0),
-                self.directory,
+                f"steps {step - _UNTAUGHT_STEPS + 1} to {step} trained nothing, as their advantages are all 0: the "
+                f"samples of each prompt had the same score (mean {mean:g}); look at responses and scores with "
+                f"'dataflow samples {self.directory}'."
             )
 
     def _take(self, step: int, metrics: Mapping[str, float | None]) -> None:
         if (found := evaluation_in(metrics)) is not None:
             self.evaluations[step], self.accurate[step] = found
-        self._rewards.add(metrics)
+        for name, value in metrics.items():
+            if value and (match := LOGGED.fullmatch(name)):
+                self._logged[match["agent"] or "", match["name"]] += int(value)
         if "timing_s/step" in metrics:
             self.steps = max(self.steps, step)
 
@@ -259,21 +229,20 @@ class Record:
         Raises:
             RunError: a file cannot be written.
         """
-        self.trace.meta["status"] = self.before.meta["status"] = status
-        writers, self._writers = self._writers, {}
-        tracker, self._tracker = self._tracker, None
+        self.trace.meta["status"] = status
         try:
             with contextlib.ExitStack() as closing:  # an error of one leaves none open
-                if tracker is not None:
-                    closing.callback(tracker.close, exit_code=0 if status == "finished" else 1)
-                for name, writer in writers.items():
-                    closing.callback(writer.leave)
-                    writer.close(self.trace if name == TRACE else self.before)
+                if self._tracker is not None:
+                    closing.callback(self._tracker.close, exit_code=0 if status == "finished" else 1)
+                if self._writer is not None:
+                    closing.callback(self._writer.leave)
+                    self._writer.close(self.trace)
         except RunError:
             self.trace.meta["status"] = "failed" if status == "finished" else status
             raise
         finally:
-            rewards = self._rewards.counts((self.before, self.trace))
+            self._tracker = self._writer = None
+            rewards = reward_counts((self.before, self.trace), self._logged)
             accurate, digest = all(self.accurate.values()), facts.pop("digest", None)
             total = self.total_s(own_s)
             self.summary = summarise(self.trace, self.steps, self.evaluations, accurate, rewards, total, digest)
@@ -293,3 +262,43 @@ class Record:
         path = self.directory / SUMMARY
         with written("summary", path), replaced(path) as temporary:
             temporary.write_text(json.dumps(finite(self.summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+# --- a run that ended early -----------------------------------------------------------------------------------
+
+
+def finish_killed(directory: Path, status: str, steps: int | None) -> str:
+    """Writes the summary of a run whose process was killed, from its files, unless it has one.
+
+    Args:
+        directory: of the run.
+        status: "failed" or "interrupted".
+        steps: the planned number of steps.
+
+    Returns:
+        The number of steps made and what can be done, as a phrase that follows "it" or "interrupted: ".
+    """
+    summary = read_summary(directory)
+    if not summary:
+        record = Record(directory)
+        try:
+            record.load()
+            record.end(status, 0.0)
+        except (OSError, DataflowError) as error:
+            return f"stopped, and its summary cannot be written ({getattr(error, 'strerror', None) or error})"
+        summary = record.summary
+    done = int(summary.get("steps", 0))
+    if summary.get("status") == "finished" and (steps is None or done >= steps):  # else it was resumed, to more steps
+        return f"finished before that, and its files in {directory} are complete"
+    return stopped(directory, done, steps)
+
+
+def stopped(directory: Path, done: int, steps: int | None) -> str:
+    """Returns the number of steps made, how to go on, and how to draw the timeline, in words."""
+    after = counted(done, "step") if steps is None else f"{done} of {counted(steps, 'step')}"
+    draw = f"'dataflow timeline {directory} -o {directory}.html' draws what it did"
+    if saved := CheckpointStore(directory / "checkpoints").whole():
+        resume = f"'dataflow resume {directory}' resumes from step {saved[-1]}"
+    else:
+        resume = f"'dataflow run' with name={directory.name} and resume=auto begins it again"
+    return f"stopped after {after}; {resume}" + (f", {draw}" if done else f"; its files are in {directory}")

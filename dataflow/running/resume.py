@@ -16,7 +16,7 @@ from dataflow.errors import ConfigError, counted
 from dataflow.rewards.ledger import check_file
 from dataflow.rewards.naming import MAIN, file_of
 from dataflow.running.directory import check_run, check_unlocked
-from dataflow.running.preparing.models import settle
+from dataflow.running.preparing.preparation import settle
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.session import Session

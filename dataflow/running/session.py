@@ -29,8 +29,7 @@ from dataflow.running.attempt import Attempt
 from dataflow.running.directory import locked, make_directory, remove_temporary
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.preparation import Preparation
-from dataflow.running.record import TRACE, Record
-from dataflow.running.remains import stopped
+from dataflow.running.record import TRACE, Record, stopped
 from dataflow.running.replanning import AutoPolicy, facts_of, load_schedule, within
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore

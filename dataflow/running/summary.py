@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,3 +105,61 @@ def summarise(
     roles = set(trace.roles.values())
     absent = {name for role, names in _FIGURES_OF.items() if trace.declared and role not in roles for name in names}
     return {name: value for name, value in found.items() if value or name not in absent}
+
+
+LOGGED = re.compile(r"reward/(?:(?P<agent>[^/]+)/)?(?P<name>tokens|hedged)")
+"""Metrics of a row that the counts of requests need; without an agent they are those of the main one."""
+_COUNTS = ("requested", "scored", "failed", "cancelled", "retried", "hedged", "cached", "shared", "tokens")
+
+
+def reward_counts(traces: Sequence[Trace], logged: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+    """Returns the ``rewards`` of a run's summary; {} if it requested none.
+
+    Each submitted request is scored, failed or cancelled; ``cancelled`` includes requests whose reward was not
+    collected because the run ended or was interrupted.
+
+    Args:
+        traces: of the run, and of evaluations outside its clock, which say how each request ended.
+        logged: sums of :data:`LOGGED` by agent, "" for the main one, and name.
+
+    Returns:
+        The counts and ``latency_s``, the quantiles of calls; of several agents their sums, and ``agents``.
+    """
+    from dataflow.timeline.agents import MAIN, agents_of, part_of
+
+    each = {}
+    for agent in dict.fromkeys(agent for trace in traces for agent in agents_of(trace)):
+        parts = [part_of(trace, agent) for trace in traces]
+        marks = [[mark.args for mark in part.marks if mark.name == "reward"] for part in parts]
+        spans = [sum(int(span.args.get("requests", 0)) for span in part.spans) for part in parts]
+        ended = [args for of in marks for args in of]
+        how = Counter(args.get("how", "") for args in ended)
+        sent = sum(max(len(of), requests) for of, requests in zip(marks, spans, strict=True))
+        scored = len(ended) - how["failed"] - how["cancelled"]
+        if sent:
+            each[agent] = {
+                "requested": sent,
+                "scored": scored,
+                "failed": how["failed"],
+                "cancelled": sent - scored - how["failed"],
+                "retried": sum(max(0, args.get("tries", 1) - 1) for args in ended),
+                "hedged": logged.get(("" if agent == MAIN else agent, "hedged"), 0),
+                "cached": how["ledger"],
+                "shared": how["shared"],
+                "tokens": logged.get(("" if agent == MAIN else agent, "tokens"), 0),
+                "latency_s": _latency(parts),
+            }
+    if len(each) < 2:
+        return next(iter(each.values()), {})
+    sums = {name: sum(counts[name] for counts in each.values()) for name in _COUNTS}
+    return {**sums, "latency_s": _latency(traces), "agents": each}
+
+
+def _latency(traces: Iterable[Trace]) -> dict[str, float | None]:
+    """Returns the quantiles of the durations of the requests that were answered by a call, in seconds."""
+    from dataflow.rewards.steps import latency_summary
+    from dataflow.timeline.spans import called
+
+    called_s = array("d", (m.end - m.begin for t in traces for m in t.marks if m.name == "reward" and called(m.args)))
+    found = latency_summary(called_s)
+    return {name: found.get(name) for name in ("p50", "p95", "p99")}

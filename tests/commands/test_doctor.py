@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +24,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(doctor, "vllm_device", lambda: "cpu")
     monkeypatch.setattr(doctor, "free_disk", lambda place: 50 * GIB)
-    monkeypatch.setattr(doctor, "free_shared_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=8 * GIB))
     required = [
         "numpy>=2",
         "torch>=2; extra == 'train'",
@@ -69,7 +71,7 @@ def test_full_disks_and_little_shared_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "free_disk", lambda place: GIB)
-    monkeypatch.setattr(doctor, "free_shared_memory", lambda: 64 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=64 << 20))
     code, found = diagnosed(capsys)
     assert code == 2
     assert "64 MiB free, and Ray keeps its objects there; in a container give --shm-size=16g" in found["shared memory"]

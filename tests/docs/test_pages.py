@@ -21,7 +21,7 @@ from dataflow.planning.config import PlanConfig
 from dataflow.rewards.sandbox import local
 from dataflow.rewards.sandbox.manager import Sandbox
 from dataflow.rewards.sandbox.outcome import Status
-from dataflow.running.preparing import needs, preparation
+from dataflow.running.preparing import preparation
 from dataflow.running.resume import MAY_CHANGE, MODEL_MAY_CHANGE
 from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.stages import checkpoint
@@ -89,7 +89,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_each_line_of_a_dry_run_is_explained_and_its_python_finds_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     page = text("docs/dry_runs.md")
-    source = "".join(Path(str(module.__file__)).read_text() for module in (needs, preparation))
+    source = "".join(Path(str(module.__file__)).read_text() for module in (preparation,))
     named = set(re.findall(r'Check\("([\w ]+)"', source))
     explained = set(re.findall(r"`([\w ]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE))))
     assert {"engine", "GPU memory", "prompts"} <= named <= explained | {"judge of "}

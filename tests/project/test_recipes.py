@@ -21,7 +21,7 @@ from dataflow.executors.ray.nodes import VISIBLE
 from dataflow.planning.planner import predict
 from dataflow.planning.sources.read import read_workload
 from dataflow.policy import PRESETS, expand, preset
-from dataflow.running.preparing import needs
+from dataflow.running.preparing import preparation
 from tests.rigs.stand_ins import QWEN_05B, QWEN_7B, show_gpus, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +63,8 @@ def test_a_recipe_fits_on_the_gpus_that_it_is_for(
     show_gpus(monkeypatch, tmp_path / "bin", gpus)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-recipe-1234567890")
-    monkeypatch.setattr(needs, "free_disk", lambda place: 1000 * GIB)
-    monkeypatch.setattr(needs, "check_judge", lambda url, *_: f"{url} answers")
+    monkeypatch.setattr(preparation, "free_disk", lambda place: 1000 * GIB)
+    monkeypatch.setattr("dataflow.rewards.judge.client.check_judge", lambda url, *_: f"{url} answers")
     (tmp_path / "data.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 1319)
     keys = [f"data.train={tmp_path / 'data.jsonl'}", f"data.val={tmp_path / 'data.jsonl'}", f"runs={tmp_path / 'r'}"]
     code = main(["run", str(recipe), "dry=true", "--json", f"model.path={models[size]}", *keys])

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from dataflow.running.directory import remove_temporary
-from dataflow.running.record import EVALUATIONS, Record
-from dataflow.running.remains import finish_killed
+from dataflow.running.record import Record, finish_killed
 from dataflow.running.summary import SUMMARY, read_summary
-from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Mark, Span
 from tests.rigs.checkpoints import Child, killed_before_each_operation
@@ -90,13 +88,12 @@ def test_a_resumed_run_has_each_task_each_row_and_each_request_once(killed: Path
     found = facts(record)
     assert found["rows"] == [0, 1, 2, POINT, 3, 4]
     assert sorted(found["tasks"]) == sorted({*found["tasks"]})
-    assert (found["rewards"]["requested"], found["rewards"]["retried"]) == (2 + 2 + STEPS, STEPS)
+    assert (found["rewards"]["requested"], found["rewards"]["retried"]) == (2 + STEPS, STEPS), "of this process's own"
     assert found["rewards"]["tokens"] == 10 * STEPS
     assert found["evaluations"] == {0: 0.5, POINT: 0.5 + POINT}
     assert read_summary(killed)["resumed"] == [POINT]
     # From the same checkpoint again: the evaluation is kept.
-    assert facts(go_on(killed))["rewards"]["requested"] == 2 + 2 + POINT
-    assert [span.step for span in perfetto.read(killed / EVALUATIONS).spans] == [0, POINT]
+    assert facts(go_on(killed))["evaluations"] == {0: 0.5, POINT: 0.5 + POINT}
 
 
 def test_the_time_in_all_of_a_resumed_run_counts_all_its_processes(killed: Path) -> None:
@@ -115,7 +112,7 @@ def test_the_summary_of_a_killed_run_is_made_from_its_files_and_is_of_its_last_a
     drawn = f"'dataflow timeline {killed} -o {killed}.html' draws what it did"
     assert said == f"stopped after {STEPS} of {STEPS + 2} steps; {again}, {drawn}"
     summary = read_summary(killed)
-    assert (summary["status"], summary["steps"], summary["rewards"]["requested"]) == ("failed", STEPS, 2 + STEPS)
+    assert (summary["status"], summary["steps"], summary["rewards"]["requested"]) == ("failed", STEPS, STEPS)
     assert summary["rewards"]["tokens"] == 10 * STEPS
     record = go_on(killed)
     assert not (killed / SUMMARY).exists(), "it was of the process before"
@@ -127,27 +124,10 @@ def test_the_summary_of_a_killed_run_is_made_from_its_files_and_is_of_its_last_a
     assert finish_killed(killed, "failed", STEPS).startswith(f"stopped after {STEPS - 1} of {STEPS} steps")
 
 
-@pytest.mark.parametrize("file", ["trace.json", EVALUATIONS, "metrics.jsonl", SUMMARY])
+@pytest.mark.parametrize("file", ["trace.json", "metrics.jsonl", SUMMARY])
 def test_a_run_goes_on_without_a_file_that_cannot_be_read(killed: Path, file: str) -> None:
     (killed / file).write_text("[1")
-    assert facts(go_on(killed))["rewards"]["requested"] == {"trace.json": 2, EVALUATIONS: POINT}.get(file, 2 + POINT)
-
-
-def test_an_evaluation_that_was_not_scored_before_the_kill_is_said(tmp_path: Path) -> None:
-    pipeline = grpo_pipeline(val_every=1)
-    record = Record(tmp_path)
-    record.open({**META, "job": {"pipeline": pipeline.facts()}})
-    evaluate(record)
-    record.begin(100.0)
-    for step in range(1, STEPS + 1):
-        train(record, step)
-    evaluate(record, 2)  # those of steps 1 and 3 are still being scored
-    record.end("failed", 1.0)
-    for point, sentence in ((4, "no evaluation of step 1, 3: "), (2, "no evaluation of step 1: "), (1, None)):
-        with logged() as warnings:
-            record.cut(point, frozenset(), 0)
-        assert [sentence in text for text in warnings if sentence] == [True] * bool(sentence), warnings
-        assert sentence or not warnings
+    assert facts(go_on(killed))["rewards"].get("requested", 0) == (0 if file == "trace.json" else POINT)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +164,7 @@ def cut_under_kills(place: str) -> None:
         found = facts(go_on(directory))
         assert {name: found[name] if name == "marks" else len(found[name]) for name in first} == first, kills
         assert found["rows"][: POINT + 1] == [0, 1, 2], kills
-        # With the second evaluation or without it.
-        assert found["rewards"]["requested"] in (2 + POINT, 2 + POINT + 2), kills
+        assert found["rewards"]["requested"] == POINT, kills
         assert not list(directory.glob(".*")), kills
         for name, content in whole.items():
             (directory / name).write_bytes(content)

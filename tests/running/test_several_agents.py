@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dataflow.timeline.page.chart import chart
 
 from dataflow.api.run import Run, run
 from dataflow.batch import Batch
@@ -28,6 +27,7 @@ from dataflow.stages.combine import combine_stage
 from dataflow.stages.reward import agent_stages
 from dataflow.timeline.agents import agents_of
 from dataflow.timeline.causes import culprits, pool_waits
+from dataflow.timeline.page import chart
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import gantt
 

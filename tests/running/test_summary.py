@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.running.remains import finish_killed
+from dataflow.running.record import finish_killed
 from dataflow.running.reporting.progress import end_table
 from dataflow.running.summary import evaluation_in, summarise
 from dataflow.timeline.spans import Span, Trace

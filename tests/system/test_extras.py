@@ -13,7 +13,7 @@ import pytest
 import dataflow
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
-from dataflow.running.preparing.needs import check_packages
+from dataflow.running.preparing.preparation import check_packages
 from dataflow.system import extras
 from dataflow.system.extras import EXTRAS, missing_extra, required
 

@@ -24,7 +24,7 @@ PROGRAM = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from dataflow.system import supervisor
-from dataflow.running.remains import finish_killed
+from dataflow.running.record import finish_killed
 
 HERE, WHAT = Path(sys.argv[1]), sys.argv[2]
 run = HERE / "run"

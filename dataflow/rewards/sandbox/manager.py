@@ -79,10 +79,6 @@ class Sandbox:
         longest = timeout * (WALL if url is None else 2)
         self.limits = {"concurrency": running, "rpm": None, "tpm": None, "timeout_s": 60 + (max_cases or 50) * longest}
 
-    def check_truth(self, truth: Any) -> None:
-        """Raises BadCases if a ground truth holds no test cases."""
-        cases_of("", truth, self._most, self._language)
-
     async def compute_score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from dataflow.errors import NotChecked, RunError, UserError
 from dataflow.system.extras import missing_extra
 from dataflow.system.secrets import redact
 
-State = Literal["ok", "warning", "problem", "not checked"]
-
 
 @dataclass(frozen=True)
 class Check:
@@ -43,7 +41,7 @@ class Finding:
     """
 
     what: str
-    state: State
+    state: Literal["ok", "warning", "problem", "not checked"]
     message: str
 
 
@@ -62,30 +60,25 @@ def collect(checks: Iterable[Check]) -> Iterator[Finding]:
     """Yields what each check found that can be made; a problem that two checks share is yielded once."""
     without, said = set[str](), dict[str, str]()
     for check in checks:
-        for found in _found(check, without):
-            if found.state == "problem" and said.setdefault(found.message, check.what) != check.what:
-                found = Finding(check.what, "not checked", _DEPENDS.format(said[found.message]))
-            yield found
-            if found.state in ("problem", "not checked"):
-                without.add(check.what)
-
-
-_DEPENDS = "it depends on the check '{}'"
-
-
-def _found(check: Check, without: set[str]) -> list[Finding]:
-    if missing := [name for name in check.needs if name in without]:
-        return [Finding(check.what, "not checked", _DEPENDS.format(missing[0]))]
-    try:
-        found = check.find()
-    except NotChecked as reason:
-        return [Finding(check.what, "not checked", str(reason))]
-    except (UserError, RunError) as error:
-        return [Finding(check.what, "problem", str(error))]
-    except ImportError as error:
-        if (why := missing_extra(error)) is None:
-            raise
-        return [Finding(check.what, "problem", why)]
-    if isinstance(found, list):
-        return [Finding(check.what, "warning", sentence) for sentence in found]
-    return [] if found is None else [Finding(check.what, "ok", found)]
+        missing = next((name for name in check.needs if name in without), None)
+        found = None
+        try:
+            found = None if missing else check.find()
+        except (UserError, RunError, ImportError) as error:
+            why = missing_extra(error)
+            if why is None and isinstance(error, ImportError):
+                raise
+            without.add(check.what)
+            if isinstance(error, NotChecked):
+                yield Finding(check.what, "not checked", str(error))
+            elif (first := said.setdefault(why or str(error), check.what)) == check.what:
+                yield Finding(check.what, "problem", why or str(error))
+            else:
+                missing = first
+        if missing:
+            without.add(check.what)
+            yield Finding(check.what, "not checked", f"it depends on the check '{missing}'")
+        elif isinstance(found, list):
+            yield from (Finding(check.what, "warning", sentence) for sentence in found)
+        elif found is not None:
+            yield Finding(check.what, "ok", found)

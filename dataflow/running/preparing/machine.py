@@ -1,32 +1,21 @@
-"""What this machine has: GPUs and their memory, CPU memory, disk. Starts nothing on a GPU."""
+"""What this machine has: the memory of its GPUs, and room on its disks. Starts nothing on a GPU."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dataflow.errors import NotChecked
 from dataflow.executors.ray.nodes import visible_gpus
 
 GIB = 2**30
-_QUERY_S = 20.0
-_SHARED = "/dev/shm"
 
 
-@dataclass(frozen=True)
-class GpuMemory:
-    """The memory of a GPU, in bytes.
-
-    Attributes:
-        gpu: its id, as in CUDA_VISIBLE_DEVICES.
-        name: of its kind.
-        total: all of it.
-        used: by other processes, at present.
-    """
+class GpuMemory(NamedTuple):
+    """The memory of a GPU, in bytes: all of it, and what other processes use."""
 
     gpu: str
     name: str
@@ -46,7 +35,7 @@ def gpu_memory() -> list[GpuMemory]:
     fields = "--query-gpu=index,uuid,name,memory.total,memory.used"
     command = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_S).stdout
+        listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise NotChecked("nvidia-smi does not say how much memory the GPUs have") from error
     found: dict[str, GpuMemory] = {}
@@ -57,27 +46,6 @@ def gpu_memory() -> list[GpuMemory]:
     if missing := [each for each in ids if each not in found]:
         raise NotChecked(f"nvidia-smi does not know GPU {missing[0]}, which CUDA_VISIBLE_DEVICES names")
     return [found[each] for each in ids]
-
-
-def cpu_memory() -> int:
-    """Returns the bytes of memory that processes may take: the machine's, or what the container's limit leaves."""
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
-    with contextlib.suppress(OSError, ValueError):  # "max", or no control groups
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total
-
-
-def free_shared_memory() -> int:
-    """Returns the free bytes of the shared memory that Ray keeps its objects in.
-
-    Raises:
-        NotChecked: this system has none at the usual place, and Ray takes files instead.
-    """
-    if not os.path.isdir(_SHARED):
-        raise NotChecked(f"there is no {_SHARED} on this system")
-    return shutil.disk_usage(_SHARED).free
 
 
 def free_disk(path: Path) -> int:

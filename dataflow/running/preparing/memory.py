@@ -1,10 +1,7 @@
 """Memory that a run needs, estimated from the sizes of its models: per GPU, and of its checkpoints on disk.
 
-Of a model that is trained, the weights have 4 bytes a parameter (2 in bfloat16), and each weight with a gradient, which
-are all or those of a LoRA adapter, as many for it while an update computes and for each value that the optimizer keeps
-(AdamW's two moments); sharded over the ranks of the trainer, or of a copy (fsdp_size). A pass computes with copies, of
-which the embeddings and two layers are whole at a time, and keeps the logits and one activation a layer (gradient
-checkpointing), or all activations. vLLM takes its share of a GPU.
+docs/dry_runs.md has the formula: a trained model has weights and the optimizer's state, sharded over the ranks, and
+while it computes gradients, the largest layers whole, activations and logits. vLLM takes its share of a GPU.
 """
 
 from __future__ import annotations
@@ -50,6 +47,11 @@ class Part:
         """Returns the bytes that it holds on a GPU of that many."""
         return max(self.held, self.share * total)
 
+    def shown(self, total: float) -> str:
+        """Returns what it takes of a GPU of that many bytes, as a clause."""
+        computing = f", computing {gib(self.holds(total) + self.works)}" if self.works else ""
+        return f"{self.name} {gib(self.holds(total))}{computing}"
+
 
 @dataclass(frozen=True)
 class Need:
@@ -84,11 +86,12 @@ def need_of(config: Any, hosts: Mapping[str, Hosted]) -> Need:
             continue
         size = size_of(host.options.get("model") or config.model.path)
         if host.factory == _TEACHER:
-            part, pool = Part("teacher", 4.0 * size.parameters / host.ranks + _IDLE, _gathered(size)), "teacher GPU"
+            part, pool = Part("teacher", 4.0 * size.parameters / host.ranks + _IDLE, _gathered(size, 2)), "teacher GPU"
         elif name == "rollout":
             part, pool = _engine(config, host, size), "rollout GPU"
         else:
-            part, pool, own = _trained(config, host, size), "training GPU", _options(host)
+            own = host.options["trainer" if host.factory == TRAINER else "critic"]
+            part, pool = _trained(config, host, own, size), "training GPU"
             if config.checkpoint.every:  # without the weights that are frozen
                 checkpoint += trained_of(own, size) * (_WIDTHS[own.model_dtype] + state_of(own))
             if host.factory == TRAINER and config.checkpoint.export:
@@ -104,15 +107,6 @@ def peak(parts: Sequence[Part], total: float) -> float:
     return max(awake + part.works + (part.holds(total) if part.sleeps else 0) for part in parts)
 
 
-def shown(parts: Sequence[Part], total: float) -> str:
-    """Returns what each service takes of a GPU of ``total`` bytes, as a clause."""
-    clauses = []
-    for part in parts:
-        computing = f", computing {gib(part.holds(total) + part.works)}" if part.works else ""
-        clauses.append(f"{part.name} {gib(part.holds(total))}{computing}")
-    return "; ".join(clauses)
-
-
 def _engine(config: Any, host: Hosted, size: Size) -> Part:
     factory, options = host.factory, host.options
     if factory == REPLICAS:
@@ -124,12 +118,6 @@ def _engine(config: Any, host: Hosted, size: Size) -> Part:
     held = 2 * size.parameters / config.engine.tensor_parallel + _ENGINE_WORK
     given, sleeps = options.get("kv_cache_bytes"), config.placement == "colocated"
     return Part("rollout", held + (given or 0), sleeps=sleeps, share=0.0 if given else options["gpu_memory"])
-
-
-def _options(host: Hosted) -> TrainedConfig:
-    found = host.options["trainer" if host.factory == TRAINER else "critic"]
-    assert isinstance(found, TrainedConfig)
-    return found
 
 
 def trained_of(options: TrainedConfig, size: Size) -> float:
@@ -152,8 +140,8 @@ def state_of(options: TrainedConfig) -> float:
     return float(values * _WIDTHS[options.model_dtype])
 
 
-def _trained(config: Any, host: Hosted, size: Size) -> Part:
-    actor, own = host.factory == TRAINER, _options(host)
+def _trained(config: Any, host: Hosted, own: TrainedConfig, size: Size) -> Part:
+    actor = host.factory == TRAINER
     # A rank has at most its rows of a mini-batch in one pass.
     rows = max(1, config.data.prompts // config.trainer.mini_batches * config.engine.n // host.ranks)
     longest = config.data.max_prompt_length + config.response_length
@@ -174,6 +162,6 @@ def _trained(config: Any, host: Hosted, size: Size) -> Part:
     return Part("actor" if actor else "critic", weights + state - moved + _IDLE, works + moved)
 
 
-def _gathered(size: Size, width: int = 2) -> float:
+def _gathered(size: Size, width: int) -> float:
     """Returns the bytes of weights that a pass has whole: the embeddings, and this layer and the next."""
     return float(width) * (size.embeddings + 2 * size.layer)

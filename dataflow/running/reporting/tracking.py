@@ -9,7 +9,6 @@ trained again twice.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import secrets
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, written
 from dataflow.system import clock
-from dataflow.system.extras import not_installed
 from dataflow.usercode.numeric import finite
 
 if TYPE_CHECKING:
@@ -34,24 +32,6 @@ IDS = "tracking.json"
 _BOARD, _LOGGED = "tensorboard", "verl.jsonl"
 _AXIS = "training/global_step"
 """verl's name of a row's step: the axis of W&B's charts, whose own steps count the rows, as it takes no earlier one."""
-_PACKAGES = ("clearml", "mlflow", "swanlab", "trackio", "wandb")
-"""Backends that are packages of the same name."""
-
-
-def check_backends(backends: Sequence[str]) -> None:
-    """Checks that each backend's package is installed. Imports none of them.
-
-    Raises:
-        ConfigError: one is not.
-    """
-    for backend in backends:
-        if backend == _BOARD and (why := not_installed("tensorboard")) is not None:
-            raise ConfigError(why)
-        if backend in _PACKAGES and importlib.util.find_spec(backend) is None:
-            raise ConfigError(
-                f"tracking.backends: '{backend}' needs the package {backend}, which is not installed; run "
-                f"pip install {backend}, or take the backend out."
-            )
 
 
 class Tracker:

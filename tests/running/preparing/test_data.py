@@ -1,4 +1,4 @@
-"""Which data a reward manager scores, what a resumed run must have, and what a model that takes images supports."""
+"""What data a resumed run must have, and what a model that takes images supports."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 
 from dataflow.config.run import RunConfig
-from dataflow.data.prompts import Problems
-from dataflow.errors import ConfigError, DataError
-from dataflow.running.preparing.data import check_same, check_truths
-from dataflow.running.preparing.models import check_fits
+from dataflow.errors import ConfigError
+from dataflow.running.preparing.preparation import check_fits, check_same
 from pipelines import ppo_critic
-
-GOOD, BAD = {"inputs": ["1"], "outputs": ["1"]}, 7
 
 
 @pytest.mark.parametrize(
@@ -37,32 +33,6 @@ def test_what_cannot_take_images_is_named(
     check("qwen2")
     with pytest.raises(ConfigError, match=f"^{what}: model .* takes images") if what else contextlib.nullcontext():
         check("qwen2_vl")
-
-
-@pytest.mark.parametrize(
-    ("truths", "sections", "message"),
-    [
-        (((BAD, BAD), ()), {}, r"^train, row 1: reward\.manager=sandbox: .* is an int; give a ground truth of test"),
-        (((GOOD,), (BAD,)), {}, r"^val, row 1: .* an int;"),
-        (((GOOD,), (BAD,)), {"val": {"every": 0}}, None),
-        (((BAD, GOOD), (GOOD, BAD)), {}, None),
-        (((BAD,), (BAD,)), {"reward": {"manager": "naive"}}, None),
-    ],
-)
-def test_data_that_the_reward_manager_cannot_score_is_refused(
-    truths: tuple[tuple[Any, ...], ...], sections: dict[str, Any], message: str | None
-) -> None:
-    config = RunConfig.model_validate({"reward": {"manager": "sandbox"}, "data": {}, **sections})
-    train, val = (
-        Problems(
-            [{"reward_model": {"ground_truth": truth}} for truth in some],
-            [f"{name}, row {at}" for at in range(1, len(some) + 1)],
-            name,
-        )
-        for some, name in zip(truths, ("train", "val"), strict=True)
-    )
-    with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
-        check_truths(config, train, val)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from dataflow.cli import main
 from dataflow.config.loading.saved import load
 from dataflow.config.run import RunConfig
 from dataflow.running import dry as dry_run
-from dataflow.running.preparing import needs
+from dataflow.running.preparing import preparation
 from dataflow.running.preparing.check import make_all
-from dataflow.running.preparing.preparation import Preparation
-from dataflow.running.preparing.remarks import toy_settings
+from dataflow.running.preparing.preparation import Preparation, toy_settings
 from dataflow.running.reporting.progress import Progress
 from tests.rigs.logs import logged
 from tests.rigs.stand_ins import QWEN_05B, show_gpus, write_model
@@ -120,21 +119,15 @@ def test_a_wrong_value_is_one_problem_and_what_depends_on_it_has_its_line(
             ["data.apply_chat_template_kwargs={message: 0, enable_thinkin: false}"],
             "data.apply_chat_template_kwargs.enable_thinkin has no effect: the chat template of model.path=",
         ),
-        (["data.train=train.jsonl"], "data.val: no file is given, so that evaluations (val.every=3) use 8 "),
-        (
-            ["data.train=train.jsonl", "data.val=val.jsonl"],
-            "data.val_size=512: of the 600 problems of val.jsonl, evaluations use the first 512; give "
-            "data.val_size=600 to use all.",
-        ),
-        (["data.train=train.jsonl", "data.val=val.jsonl", "data.val_size=300"], None),
+        (["data.train=train.jsonl"], "data.val: no file is given, so that evaluations use generated word problems"),
+        (["data.train=train.jsonl", "data.val=train.jsonl"], None),
     ],
 )
 def test_a_start_says_what_a_dry_run_says(
     keys: list[str], said: str | None, dry: Dry, model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "train.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 40)
-    (tmp_path / "val.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 600)
-    sizes = () if any(key.startswith("data.val=") for key in keys) else ("data.val_size=8",)
+    sizes = ("data.val_size=8",)
     sizes += () if any(key.startswith("data.train=") for key in keys) else ("data.train_size=200",)
     keys = [f"model.path={model}", "trainer.lr=1e-6", "engine.max_tokens=64", "engine.rollout=hf", *sizes, *keys]
     _code, found, problems = dry(*keys)
@@ -222,7 +215,7 @@ def test_a_run_needs_room_for_its_checkpoints_and_its_model(
     dry: Dry, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = (f"model.path={model}", "engine.rollout=hf", *SIZES)
-    monkeypatch.setattr(needs, "free_disk", lambda place: 2 << 30)
+    monkeypatch.setattr(preparation, "free_disk", lambda place: 2 << 30)
     _code, _found, (problem,) = dry(*keys)
     assert problem.startswith(
         "runs=runs: 3 checkpoints of 5.5 GiB and a model of at most 1.8 GiB need 18.4 GiB, and 2.0"

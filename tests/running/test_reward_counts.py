@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.running.reporting.reward_counts import RewardCounts
+from dataflow.running.summary import reward_counts
 from dataflow.timeline.spans import Mark, Span, Trace
 
 HOWS = ("", "hedged", "ledger", "shared", "failed", "cancelled")
@@ -28,7 +28,7 @@ def asked(requests: int, *hows: str, agent: str = "reward") -> Trace:
 
 @given(st.lists(st.sampled_from(HOWS)), st.integers(0, 5))
 def test_each_request_ends_in_exactly_one_way(hows: list[str], left: int) -> None:
-    counts = RewardCounts().counts([asked(len(hows) + left, *hows)])
+    counts = reward_counts([asked(len(hows) + left, *hows)], {})
     if not hows and not left:
         assert counts == {}
         return
@@ -42,8 +42,7 @@ def test_each_request_ends_in_exactly_one_way(hows: list[str], left: int) -> Non
 
 
 def test_several_agents_have_a_sum() -> None:
-    counts = RewardCounts()
-    counts.add({"reward/tokens": 10.0, "reward/style/tokens": 5.0})
-    found = counts.counts([asked(2, "", ""), asked(3, "", "failed", agent="style")])
+    logged = {("", "tokens"): 10, ("style", "tokens"): 5}
+    found = reward_counts([asked(2, "", ""), asked(3, "", "failed", agent="style")], logged)
     assert (found["requested"], found["scored"], found["failed"], found["tokens"]) == (5, 3, 1, 15)
     assert {agent: of["tokens"] for agent, of in found["agents"].items()} == {"reward": 10, "style": 5}
