@@ -31,6 +31,10 @@ GIB = 2**30
 PROBLEM = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}
 
 
+async def no_list(*_: object) -> tuple[str, ...]:
+    return ()
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("stand-ins")
@@ -64,7 +68,7 @@ def test_a_recipe_fits_on_the_gpus_that_it_is_for(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-recipe-1234567890")
     monkeypatch.setattr(preparation, "free_disk", lambda place: 1000 * GIB)
-    monkeypatch.setattr("dataflow.rewards.judge.client.check_judge", lambda url, *_: f"{url} answers")
+    monkeypatch.setattr("dataflow.rewards.judge.client.models_of", no_list)
     (tmp_path / "data.jsonl").write_text((json.dumps(PROBLEM) + "\n") * 1319)
     keys = [f"data.train={tmp_path / 'data.jsonl'}", f"data.val={tmp_path / 'data.jsonl'}", f"runs={tmp_path / 'r'}"]
     code = main(["run", str(recipe), "dry=true", "--json", f"model.path={models[size]}", *keys])
