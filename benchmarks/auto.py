@@ -33,7 +33,7 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.executors.base import Chunk, Done
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import TaskGraph, TaskId
-from dataflow.planning.auto import LEAST_LEFT, Controller, candidates, forecast, opening, window
+from dataflow.planning.auto import LEAST_LEFT, PolicyChooser, candidates, forecast, opening, window
 from dataflow.planning.auto import STEPS as WINDOW
 from dataflow.planning.costs import WorkloadCosts
 from dataflow.planning.rewards import Rewards
@@ -166,19 +166,19 @@ def auto(load: Workload, policies: list[SchedulingPolicy]) -> tuple[float, list[
     """Runs a workload under auto; returns its seconds and the changes of policy."""
     schedule, switches = opening(policies), []
     since, current = schedule.changes[-1]
-    controller = Controller(policies, current, since=2, shows=since + current.max_staleness + 1)
+    chooser = PolicyChooser(policies, current, since=2, shows=since + current.max_staleness + 1)
 
     def on_step(runner: Runner, step: int, now: float) -> None:
-        if not controller.ended(step, now, runner.trace) or step > load.steps - LEAST_LEFT:
+        if not chooser.ended(step, now, runner.trace) or step > load.steps - LEAST_LEFT:
             return
-        controller.planned(step)
-        found = window(runner.trace, controller.since, step)
+        chooser.planned(step)
+        found = window(runner.trace, chooser.since, step)
         assert found is not None
         # A plan runs an event loop of its own.
         seconds = other.submit(forecast, found, policies).result()
-        wanted = controller.decide({p: s for p, s in zip(policies, seconds, strict=True) if s is not None})
+        wanted = chooser.decide({p: s for p, s in zip(policies, seconds, strict=True) if s is not None})
         if wanted is not None and (first := runner.switch(wanted)) is not None:
-            controller.switched(first, wanted)
+            chooser.switched(first, wanted)
             switches.append((first, name(wanted)))
 
     with ThreadPoolExecutor(1) as other:

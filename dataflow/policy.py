@@ -30,8 +30,8 @@ task that waits for nothing more takes a free slot of its resource in the order 
 Where does a new policy go? One that is fixed before the run is a new field of :class:`SchedulingPolicy`, which
 :meth:`Unroller.numbers_of` reads, or a new edge of :meth:`Unroller._task`. One that depends on what the run measures
 chooses such policies while it goes, as ``policy=auto`` does: ``running/replanning.py:AutoPolicy`` gets the end of each
-step from ``running/attempt.py`` and predicts from the trace, ``planning/auto.py:Controller.decide`` chooses among the
-predicted seconds, and ``Runner.switch`` changes the steps that have not begun. A rule on measurements instead of
+step from ``running/attempt.py`` and predicts from the trace, ``planning/auto.py:PolicyChooser.decide`` chooses among
+the predicted seconds, and ``Runner.switch`` changes the steps that have not begun. A rule on measurements instead of
 predictions is another ``AutoPolicy.ended``.
 ``Scheduler._key`` decides which of two ready tasks gets a slot, from durations that the scheduler learns.
 """

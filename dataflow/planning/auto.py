@@ -74,17 +74,14 @@ def candidates(
         for stream in (False, True) if streams is None else (streams,):
             for split in splits:
                 policy = SchedulingPolicy(split, staleness, order, stream and pipeline.streaming)  # type: ignore[arg-type]
-                if policy not in found and _fits(pipeline, policy, mini_batches, groups):
-                    found.append(policy)
+                if policy in found:
+                    continue
+                try:
+                    expand(pipeline, policy, 1, mini_batches, groups=groups)
+                except (PolicyError, PipelineError):
+                    continue  # it does not fit
+                found.append(policy)
     return found
-
-
-def _fits(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, groups: int | None) -> bool:
-    try:
-        expand(pipeline, policy, 1, mini_batches, groups=groups)
-    except (PolicyError, PipelineError):
-        return False
-    return True
 
 
 def opening(policies: Sequence[SchedulingPolicy]) -> PolicySchedule:
@@ -119,43 +116,30 @@ def window(trace: Trace, since: int, last: int) -> Trace | None:
     )
 
 
-def latency_changed(trace: Trace, since: int, step: int) -> bool:
-    """Whether the rewards of a step took longer or shorter than those of the two before it, by more than chance."""
-    now, before = _logs(trace, step, step), _logs(trace, max(since, step - 2), step - 1)
-    return any(
-        abs(statistics.fmean(now[agent]) - statistics.fmean(before[agent]))
-        > max(CHANGED, 4 * math.hypot(_error(now[agent]), _error(before[agent])))
-        for agent in now.keys() & before.keys()
-    )
-
-
-def step_ends(trace: Trace) -> dict[int, float]:
-    """Returns when the training of each step ended, in seconds."""
-    ends: dict[int, float] = {}
-    for span in trace.spans:
-        if not span.optional:
-            ends[span.step] = max(ends.get(span.step, 0.0), span.end)
-    return ends
-
-
 def _marks(trace: Trace, first: int, last: int) -> list[Mark]:
     recent = takewhile(lambda mark: mark.args.get("step", last) > first - STEPS, reversed(trace.marks))
     return [mark for mark in recent if first <= mark.args.get("step", 0) <= last][::-1]
 
 
-def _logs(trace: Trace, first: int, last: int) -> dict[str, list[float]]:
-    """Returns the logarithms of the latencies of each agent, or of the stage that collects from it."""
-    found: dict[str, list[float]] = {}
-    for mark in _marks(trace, first, last):
+def latency_changed(trace: Trace, since: int, step: int) -> bool:
+    """Whether the rewards of a step took longer or shorter than those of the two before it, by more than chance."""
+    logs: dict[
+        str, tuple[list[float], list[float]]
+    ] = {}  # agent or its collecting stage -> of the step, of those before
+    for mark in _marks(trace, max(since, step - 2), step):
         if mark.name == "reward" and 0 < mark.end - mark.begin < math.inf:
             agent = mark.args.get("collector", mark.resource)
-            found.setdefault(agent, []).append(math.log(mark.end - mark.begin))
-    return found
+            of = logs.setdefault(agent, ([], []))[mark.args["step"] < step]
+            of.append(math.log(mark.end - mark.begin))
 
+    def error(values: Sequence[float]) -> float:
+        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
-def _error(values: Sequence[float]) -> float:
-    """Returns the standard error of a mean; infinite for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return any(
+        abs(statistics.fmean(now) - statistics.fmean(before)) > max(CHANGED, 4 * math.hypot(error(now), error(before)))
+        for now, before in logs.values()
+        if now and before
+    )
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -187,10 +171,11 @@ def forecast(found: Trace, policies: Sequence[SchedulingPolicy], limit: float | 
         # The last steps have no next rollout beside them, so some more follow those that count.
         steps = filled + counted + policy.max_staleness + 1
         try:
-            ends = step_ends(simulate(replace(load, steps=steps), policy)[0])
+            spans = simulate(replace(load, steps=steps), policy)[0].spans
         except (PolicyError, PipelineError):
             return None
-        return (ends[filled + counted] - ends[filled]) / counted
+        begin, end = (max(s.end for s in spans if s.step == at and not s.optional) for at in (filled, filled + counted))
+        return (end - begin) / counted
 
     return [seconds(policy) for policy in policies]
 
@@ -199,7 +184,7 @@ def forecast(found: Trace, policies: Sequence[SchedulingPolicy], limit: float | 
 
 
 @dataclass
-class Controller:
+class PolicyChooser:
     """Decides when a run plans, and whether it changes its policy.
 
     Attributes:
@@ -240,21 +225,19 @@ class Controller:
         if last >= begun + MEASURED and begun in self._ends:
             took = (self._ends[last] - self._ends[begun]) / (last - begun)
             self._off[self.current] = took / predicted[self.current]
-        least = min(self._off.values(), default=1.0)
-        wrong = {policy: off / least for policy, off in self._off.items() if off > least * (1 + OFF)}
+        usual = min(self._off.values(), default=1.0)
+        wrong = {policy: off / usual for policy, off in self._off.items() if off > usual * (1 + OFF)}
         known = {policy: seconds * wrong.get(policy, 1.0) for policy, seconds in predicted.items()}
-        best, present = self._best(known), known[self.current]
-        if best == self.current:
-            return None
-        return best if best.max_staleness < self.current.max_staleness or present > known[best] * (1 + GAIN) else None
-
-    def _best(self, known: Mapping[SchedulingPolicy, float]) -> SchedulingPolicy:
-        """Returns the fastest of the least stale policies that are about as fast as the fastest of all."""
+        # The fastest of the least stale policies that are about as fast as the fastest of all.
         near = min(known.values()) * (1 + NEAR)
         least = min(policy.max_staleness for policy, seconds in known.items() if seconds <= near)
         alike = {p: s for p, s in known.items() if p.max_staleness == least}
         equal = min(alike.values()) * (1 + EQUAL)
-        return next(policy for policy in reversed(self.policies) if alike.get(policy, math.inf) <= equal)
+        best = next(policy for policy in reversed(self.policies) if alike.get(policy, math.inf) <= equal)
+        if best == self.current:
+            return None
+        gains = known[self.current] > known[best] * (1 + GAIN)
+        return best if gains or best.max_staleness < self.current.max_staleness else None
 
     def switched(self, step: int, policy: SchedulingPolicy) -> None:
         """Takes a change of policy from a step on; the next step's rollout is drawn beside it."""

@@ -8,12 +8,12 @@ lead to further requests, and at the time that the caller gives. Pure.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from bisect import insort
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapreplace
 from typing import Any, NamedTuple, TypeAlias
 
 POLL_S = 1.0
@@ -79,19 +79,17 @@ class _Step:
     left: int = 0  # groups with requests that have not begun
     ready: list[tuple[float, int, int]] = field(default_factory=list)  # (*due, group) of the others, in order
     waiters: deque[tuple[Any, int | Sequence[int]]] = field(default_factory=deque)
-    enough: float = math.inf  # number of ready groups that the first waiter waits for, if it names none
-    missing: set[int] = field(default_factory=set)  # groups that it names, and that are not ready
+    missing: set[int] = field(default_factory=set)  # groups that the first waiter names, and that are not ready
     delivered: float = -math.inf
     due: Due = _NEVER  # when the first waiter has what it waits for
 
     def look(self) -> None:
         """Finds out anew when the first waiter has what it waits for."""
-        self.due, self.enough = _NEVER, math.inf
+        self.due, self.missing = _NEVER, set()
         if not self.waiters:
             return
         _waiter, wanted = self.waiters[0]
         if isinstance(wanted, int):
-            self.enough = wanted
             self.due = self.ready[wanted - 1][:2] if len(self.ready) >= wanted else _NEVER
             return
         due = {group: (at, number) for at, number, group in self.ready}
@@ -103,11 +101,10 @@ class _Step:
         """Notes when a group arrives, as the last of its requests begins, which is the ``number``-th."""
         self.left -= 1
         insort(self.ready, (at, number, group))
-        if self.missing:
-            self.missing.discard(group)
-            if not self.missing:
-                self.look()
-        elif len(self.ready) >= self.enough:
+        if not self.waiters:
+            return
+        self.missing.discard(group)
+        if not self.missing:
             self.look()
 
     def deliver(self) -> Delivery:
@@ -136,12 +133,12 @@ class RewardService:
         self._per_step = per_step
         self._unlimited = servers is None
         self._free = [0.0] * (servers or 1)  # heap: when each server is free
-        # A bucket of tokens, one a request.
-        self._rate = rpm / 60.0 if rpm else 0.0
-        self._tokens = self._bucket = max(1.0, self._rate)
-        self._filled = 0.0
+        # The next request begins at ``_even - _burst`` at the earliest; ``_even`` is when it would at an even rate.
+        self._apart = 60.0 / rpm if rpm else 0.0
+        self._burst = max(0.0, 1.0 - self._apart)
+        self._even = 0.0
         self._key: Hashable = None  # of the batch served last
-        self._sequence = 0
+        self._sequence = itertools.count(1)
         self._incoming: list[tuple[float, int, _Batch]] = []  # heap, by time
         self._waiting: list[tuple[tuple[int, int], int, _Batch]] = []  # heap, by priority
         self._steps: dict[Hashable, _Step] = {}
@@ -160,10 +157,10 @@ class RewardService:
         of.left += len(requests.places)
         if self._unlimited:
             for group, places in requests.places.values():
-                of.add(group, at + max(requests.seconds[place] for place in places), self._next())
+                of.add(group, at + max(requests.seconds[place] for place in places), next(self._sequence))
             return
         batch = _Batch(key, at, (0, 0) if self._per_step else order, requests)
-        heapq.heappush(self._incoming, (at, self._next(), batch))
+        heapq.heappush(self._incoming, (at, next(self._sequence), batch))
 
     def wait(self, key: Hashable, waiter: Any, groups: int | Sequence[int]) -> None:
         """Registers a waiter for groups of a key that was submitted; :meth:`advance` returns them once complete.
@@ -198,10 +195,6 @@ class RewardService:
             del self._steps[key]
         return found
 
-    def _next(self) -> int:
-        self._sequence += 1
-        return self._sequence
-
     def _next_batch(self, stop: float) -> _Batch | None:
         """Returns the batch of the next request to begin; None if that is not before ``stop``."""
         if not (self._waiting or self._incoming):
@@ -209,12 +202,12 @@ class RewardService:
         time = max(self._free[0], self._waiting[0][-1].at if self._waiting else self._incoming[0][0])
         if self._waiting and self._per_step and self._waiting[0][-1].key != self._key:
             time = max(self._free)
-        time = self._earliest(time)
+        time = max(time, self._even - self._burst)
         if time >= stop:
             return None  # an earlier one may still be submitted
         while self._incoming and self._incoming[0][0] <= time:
             _at, _number, batch = heapq.heappop(self._incoming)
-            heapq.heappush(self._waiting, (batch.order, self._next(), batch))  # by time, not by order of submission
+            heapq.heappush(self._waiting, (batch.order, next(self._sequence), batch))  # by time
         batch = self._waiting[0][-1]
         if self._per_step and batch.key != self._key:
             # All servers start together, once the last request of the step before has ended.
@@ -229,31 +222,22 @@ class RewardService:
         Returns:
             When the first waiter of the batch's key has what it waits for, as far as that is known.
         """
-        of, free, at, ends, rated = self._steps[batch.key], self._free, batch.at, batch.ends, self._rate > 0
+        of, free, at, ends, apart = self._steps[batch.key], self._free, batch.at, batch.ends, self._apart
         seconds, places = batch.requests
         for number in range(len(ends), len(seconds)):
-            start = free[0]
-            if start < at:
-                start = at
-            if rated:
-                start = self._earliest(start)
+            start = free[0] if free[0] > at else at
+            if apart:
+                start = max(start, self._even - self._burst)
             if start >= stop:
                 break
             end = start + seconds[number]
-            heapreplace(free, end)
+            heapq.heapreplace(free, end)
             ends.append(end)
-            if rated:
-                self._tokens = min(self._bucket, self._tokens + (start - self._filled) * self._rate) - 1.0
-                self._filled = start
+            if apart:
+                self._even = max(self._even, start) + apart
             if number in places:
                 group, own = places[number]
-                of.add(group, max(map(ends.__getitem__, own)), self._next())
+                of.add(group, max(map(ends.__getitem__, own)), next(self._sequence))
                 if of.due[0] < stop:
                     stop = of.due[0]
         return of.due[0]
-
-    def _earliest(self, time: float) -> float:
-        """Returns when the limit of requests a minute lets the next request begin, at ``time`` or later."""
-        return (
-            max(time, self._filled + (1.0 - self._tokens) / self._rate) if self._rate and self._tokens < 1.0 else time
-        )

@@ -21,7 +21,7 @@ from dataflow.drawing.duration import figure
 from dataflow.errors import PolicyError, RunError
 from dataflow.files import replaced, written
 from dataflow.graph import Pipeline, TaskGraph
-from dataflow.planning.auto import LEAST_LEFT, Controller, candidates, window
+from dataflow.planning.auto import LEAST_LEFT, PolicyChooser, candidates, window
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.runner import Runner
 from dataflow.running.record import Record
@@ -99,7 +99,7 @@ class AutoPolicy:
         # Of a run that resumes, the policy that was decided last may hold from a later step on.
         step, current = schedule.changes[-1]
         shows = max(step, graph.first) + current.max_staleness + 1
-        self._controller = Controller(policies, current, since=graph.first + 1, shows=shows)
+        self._chooser = PolicyChooser(policies, current, since=graph.first + 1, shows=shows)
         self._runner: Runner | None = None
         self._plan: asyncio.Task[None] | None = None
         self._said = ""
@@ -127,13 +127,13 @@ class AutoPolicy:
             RunError: a change of policy could not be recorded.
         """
         assert self._runner is not None
-        due = self._controller.ended(step, self._runner.executor.now(), self._record.trace)
+        due = self._chooser.ended(step, self._runner.executor.now(), self._record.trace)
         if self._plan is not None:
             if not self._plan.done():
                 return
             self._plan.result()
         if due and step <= self._graph.steps - LEAST_LEFT:
-            self._controller.planned(step)
+            self._chooser.planned(step)
             self._plan = asyncio.create_task(self._replan(step))
 
     async def close(self) -> None:
@@ -145,8 +145,8 @@ class AutoPolicy:
 
     async def _replan(self, step: int) -> None:
         assert self._runner is not None
-        policies, trace = self._controller.policies, self._record.trace
-        found = window(trace, self._controller.since, step)
+        policies, trace = self._chooser.policies, self._record.trace
+        found = window(trace, self._chooser.since, step)
         if found is None:
             return
         try:
@@ -157,10 +157,10 @@ class AutoPolicy:
             self._said = str(error)
             return
         predicted = {policy: s for policy, s in zip(policies, seconds, strict=True) if s is not None}
-        before, policy = self._controller.current, self._controller.decide(predicted)
+        before, policy = self._chooser.current, self._chooser.decide(predicted)
         if policy is None or (first := self._runner.switch(policy)) is None:
             return
-        self._controller.switched(first, policy)
+        self._chooser.switched(first, policy)
         self._schedule = self._schedule.switched(first, policy)
         logger.info(
             f"policy: {_words(policy)} from step {first} on; predicted {figure(predicted[policy])} s a step, "
@@ -175,7 +175,7 @@ class AutoPolicy:
         with written("policies of the run", path), replaced(path) as temporary:
             temporary.write_text(json.dumps({"policies": facts["policies"]}, indent=1), encoding="utf-8")
         self._record.describe(**facts)
-        policy, now = self._controller.current, self._runner.trace_now()
+        policy, now = self._chooser.current, self._runner.trace_now()
         self._record.trace.add(
             Level("policy split", now, policy.split),
             Level("policy max_staleness", now, policy.max_staleness),

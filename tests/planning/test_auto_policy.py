@@ -11,7 +11,7 @@ from dataflow.config.base import PipelineConfig
 from dataflow.distribution import Distribution
 from dataflow.errors import DataError
 from dataflow.graph import Pipeline, stage
-from dataflow.planning.auto import Controller, candidates, forecast, latency_changed, opening, window
+from dataflow.planning.auto import PolicyChooser, candidates, forecast, latency_changed, opening, window
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.simulation import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
@@ -144,8 +144,8 @@ def test_a_run_begins_with_the_most_overlap() -> None:
     assert opening([BASELINE]).changes == ((1, BASELINE),)
 
 
-def controller(current: SchedulingPolicy = BOTH) -> Controller:
-    return Controller(ALL, current, since=2, shows=4)
+def chooser(current: SchedulingPolicy = BOTH) -> PolicyChooser:
+    return PolicyChooser(ALL, current, since=2, shows=4)
 
 
 def times(baseline: float, split: float, stale: float, both: float) -> dict[SchedulingPolicy, float]:
@@ -154,7 +154,7 @@ def times(baseline: float, split: float, stale: float, both: float) -> dict[Sche
 
 def test_it_plans_every_few_steps_once_some_show_the_policy_and_at_once_after_a_change_of_latency() -> None:
     trace = trace_of([[1.0] * 16] * 14 + [[4.0] * 16] * 10)
-    run, planned = controller(), []
+    run, planned = chooser(), []
     for step in range(1, 25):
         if run.ended(step, 10.0 * step, trace):
             planned.append(step)
@@ -173,14 +173,14 @@ def test_it_takes_the_least_stale_of_those_about_as_fast_and_most_parts_of_equal
         (times(10, 10, 8, 8.2), None),
         (times(10, 10, 8, 8.3), STALE),
     ):
-        assert controller().decide(known) == wanted, known
-    assert controller(SPLIT).decide(times(10, 8.2, 8, 8)) is None, "a gain that is not worth a change"
-    assert controller(SPLIT).decide(times(10, 8.3, 8, 8)) == BOTH
-    assert controller().decide({SPLIT: 1.0}) is None, "without a prediction of the present policy"
+        assert chooser().decide(known) == wanted, known
+    assert chooser(SPLIT).decide(times(10, 8.2, 8, 8)) is None, "a gain that is not worth a change"
+    assert chooser(SPLIT).decide(times(10, 8.3, 8, 8)) == BOTH
+    assert chooser().decide({SPLIT: 1.0}) is None, "without a prediction of the present policy"
 
 
 def test_a_policy_that_takes_longer_than_predicted_is_left_and_not_taken_again() -> None:
-    run, at, trace = controller(), 0.0, steady(40)
+    run, at, trace = chooser(), 0.0, steady(40)
     known = times(12, 10, 11, 10)  # 12 s of both policies' 10 s is a bias of all predictions; 18 s of one is not
     taken = []
     for step in range(1, 31):
