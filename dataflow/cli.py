@@ -315,12 +315,11 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError("plan: give a SOURCE: a run's directory, a verl log or a costs.yaml.")
     from rich.console import Console
 
-    from dataflow.planning.picture import KINDS
     from dataflow.planning.plan import make_plan
     from dataflow.system.extras import not_installed
     from dataflow.timeline import files
 
-    files.check(options.out, kinds=KINDS)
+    files.check(options.out)
     if options.out and (why := not_installed("matplotlib")) is not None:
         raise ConfigError(f"-o {options.out}: {why}")
     with Console(stderr=True).status("") as status:

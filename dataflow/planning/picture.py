@@ -1,71 +1,41 @@
-"""The plan as a picture, or as a page around it: what each policy's step consists of, and its time over each knob."""
+"""The plan as a picture: what each policy's step consists of, and its time over each knob."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dataflow.drawing.duration import figure as digits
-from dataflow.drawing.page import shell
 from dataflow.drawing.style import HATCHED, INK, OTHERS, WIDTH, cause_colours, columns_that_fit, save
 from dataflow.errors import DataError
-from dataflow.files import replaced
 from dataflow.planning.planner import AS_LOGGED, Prediction, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-KINDS = (".png", ".svg", ".html")
 _GPU = "#5F7A8A"
 _DASHED = (0, (3, 2))
 _SEEN = 0.004
 """Share of the longest bar; less is too small to see."""
 
 
-def draw_plan(
-    rows: Sequence[Prediction],
-    sweeps: Sequence[Sweep],
-    path: str | os.PathLike[str],
-    title: str,
-    around: Callable[[str], str],
-) -> None:
+def draw_plan(rows: Sequence[Prediction], sweeps: Sequence[Sweep], path: Path, title: str = "") -> None:
     """Draws a plan into a file: a bar for each policy, then a panel for each sweep.
 
     Args:
         rows: a prediction for each policy.
         sweeps: predictions over the values of knobs; may be empty.
-        path: file name, ending in ``.png`` (1400 pixels wide), ``.svg`` or ``.html`` (one file that opens offline);
-            an existing file is replaced atomically.
+        path: file name, ending in ``.png`` (1400 pixels wide) or ``.svg``; an existing file is replaced atomically.
         title: over the whole drawing; none if empty.
-        around: returns the body of a page, given its drawing as HTML.
 
     Raises:
         DataError: the file name has another ending.
     """
-    target = Path(path)
-    kind = target.suffix.lower().lstrip(".")
-    if f".{kind}" not in KINDS:
-        raise DataError(f"picture {path}: no such kind, '{target.suffix}'; give a name in .png, .svg or .html.")
-    figure = _figure(rows, sweeps, "" if kind == "html" else title)
-    if kind != "html":
-        save(figure, target, kind)
-        return
-    with TemporaryDirectory() as folder:
-        save(figure, drawn := Path(folder, "plan.svg"), "svg")
-        svg = drawn.read_text(encoding="utf-8")
-    heading = f"<h1>{escape(title)}</h1>\n" if title else ""
-    with replaced(target) as temporary:
-        temporary.write_text(shell(title or "plan", heading + around(svg[svg.index("<svg") :])), encoding="utf-8")
-
-
-def _figure(rows: Sequence[Prediction], sweeps: Sequence[Sweep], title: str) -> Figure:
     from matplotlib.figure import Figure
 
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise DataError(f"picture {path}: no such kind, '{path.suffix}'; give a name in .png, .svg or .html.")
     heights = [1.3 + 0.4 * len(rows), *([3.9] if sweeps else [])]  # inches
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.4 * bool(title)), facecolor="white", layout="constrained")
     top, *below = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -77,9 +47,8 @@ def _figure(rows: Sequence[Prediction], sweeps: Sequence[Sweep], title: str) -> 
         handles, labels = axes[0].get_legend_handles_labels()
         below[0].legend(handles, labels, loc="outside lower left", ncols=len(labels), fontsize=9.5, frameon=False)
     if title:
-        look: dict[str, Any] = {"fontsize": 14, "fontweight": "bold", "color": INK, "parse_math": False}
-        figure.suptitle(title, x=0.01, ha="left", **look)
-    return figure
+        figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold", color=INK, parse_math=False)
+    save(figure, path, path.suffix.lower().lstrip("."))
 
 
 def _plain(axis: Axes, name: str) -> None:

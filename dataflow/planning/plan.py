@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from html import escape
+from pathlib import Path
 from typing import Any
 
-from dataflow.drawing import page
 from dataflow.drawing.duration import figure
 from dataflow.drawing.duration import seconds as duration
+from dataflow.drawing.notebook import shown
+from dataflow.drawing.page import shell
 from dataflow.errors import ConfigError, counted
+from dataflow.files import replaced
 from dataflow.planning.advice import advise
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.picture import draw_plan
@@ -111,51 +113,34 @@ class Plan:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the table of policies with its head, the log itself first."""
-        logged, against = self.workload.logged, self.replay.step_s if self.replay is not None else self.logged_step_s
-        head = ["policy", "s/step", "total", "change", "GPU idle", "exposed wait s/step", "bound s/step", "bound by"]
-        rows = [_cells(row) for row in self.rows]
+        rows = [_cells(row) for row in self.drawn]
         if self.replay is not None:
-            rows.insert(0, _cells(self.replay))
-            rows[0][head.index("change")] = ""
-        elif logged is not None and (step_s := self.logged_step_s) is not None:
-            rows.insert(0, [AS_LOGGED, figure(step_s), duration(logged.seconds), *[""] * (len(head) - 3)])
-        if against:
-            at = head.index("change") + 1
-            head.insert(at, "against log")
-            for cells, seconds in zip(rows, [against, *(row.step_s for row in self.rows)], strict=True):
-                cells.insert(at, "" if cells[0] == AS_LOGGED else f"{seconds / against - 1:+.1%}")
-        return [tuple(head), *map(tuple, rows)]
+            rows[0][3] = ""  # a change is against the baseline as it is predicted
+        elif (logged := self.workload.logged) is not None and (step_s := self.logged_step_s) is not None:
+            rows.insert(0, [AS_LOGGED, figure(step_s), duration(logged.seconds), *[""] * 5])
+        head = ("policy", "s/step", "total", "change", "GPU idle", "exposed wait s/step", "bound s/step", "bound by")
+        return [head, *map(tuple, rows)]
 
     def save(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """Draws the plan into a file: ``.html`` with all that the text says, ``.png`` or ``.svg``.
+        """Draws the plan into a file, which is replaced atomically.
+
+        Args:
+            path: a name in ``.html``, one file that opens offline, with all that the text says; ``.png`` or ``.svg``.
+            title: over the whole drawing; none if empty.
 
         Raises:
             DataError: the file name has another ending.
         """
-        draw_plan(self.drawn, self.sweeps, path, title, self._page)
-
-    def _page(self, drawing: str) -> str:
-        """Returns the HTML of all that a plan says, around its drawing."""
-        shown = "<br>".join(
-            _sentence(line[:1].upper() + line[1:]) for line in filter(None, [self.size(), self.replayed()])
-        )
-        best = min(self.rows, key=lambda row: row.step_s).policy
-        policies = _table(self.cells(), {best: "best", AS_LOGGED: "logged"})
-        cards = []
-        for name, sentences in (("advice", self.advice), ("assumed", self.workload.assumptions)):
-            items = "".join(f"<li>{_sentence(each)}</li>" for each in sentences)
-            cards.append(page.card(name, f"<ul>{items}</ul>" if items else ""))
-        cards += [page.card(found.title, _table(found.cells())) for found in self.sweeps]
-        return (
-            f'<p class="headline">{shown}</p><section class="compared">{policies}</section>'
-            f'<figure class="drawing">{drawing}</figure><section class="panel halves">{"".join(cards)}</section>'
-        )
+        target = Path(path)
+        if target.suffix.lower() != ".html":
+            draw_plan(self.drawn, self.sweeps, target, title)
+            return
+        with replaced(target) as temporary:
+            temporary.write_text(shell(title or "plan", self._repr_html_()), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """Returns the picture of the plan and its text, for notebooks."""
-        from dataflow.drawing.notebook import shown
-
-        return shown(self.text(), self.save, "predicted seconds a step")
+        """Returns the picture of the plan and its text, for pages and notebooks."""
+        return shown(self.text(), lambda path: draw_plan(self.drawn, self.sweeps, path), "predicted seconds a step")
 
 
 def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], None] = lambda text: None) -> Plan:
@@ -214,12 +199,3 @@ def _cells(row: Prediction) -> list[str]:
         figure(row.lower_bound_step_s),
         row.bound_by,
     ]
-
-
-def _sentence(text: str) -> str:
-    return escape(text if text.endswith(".") else f"{text}.")
-
-
-def _table(cells: Sequence[Sequence[str]], looks: Mapping[str, str] | None = None) -> str:
-    head, *rows = ([escape(cell) for cell in row] for row in cells)
-    return page.table(head, rows, [(looks or {}).get(row[0], "") for row in cells[1:]])

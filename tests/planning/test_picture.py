@@ -50,14 +50,14 @@ TITLE = "predicted: $a_run$ <1>"
 
 def test_a_picture_and_a_page_name_what_they_show_and_the_page_loads_nothing(tmp_path: Path) -> None:
     plan = Plan(replace(job(), assumptions=("<beware>",)), PLAN, ["do & say"], SWEEPS)
-    for kind in ("svg", "html"):
+    drawn = {"GPU work", "exposed wait: rewards", "exposed wait: start-up", "lower bound", "500.0 s", "512"}
+    drawn |= {"predicted: $a_run$ &lt;1&gt;", "420.0 s (-16.0%)", "reward.concurrency", "predicted seconds a step"}
+    written = {"&lt;beware&gt;", "8 steps of 8 x 4 samples", "do &amp; say", "seconds a step over mini_batches"}
+    for kind, said in (("svg", drawn), ("html", written)):
         path = tmp_path / f"plan.{kind}"
         plan.save(path, TITLE)
         text = path.read_text()
-        said = {"GPU work", "exposed wait: rewards", "exposed wait: start-up", "lower bound", "500.0 s", "512"}
-        said |= {"predicted: $a_run$ &lt;1&gt;", "420.0 s (-16.0%)", "reward.concurrency", "predicted seconds a step"}
         if kind == "html":
-            said |= {"&lt;beware&gt;.", "8 steps of 8 x 4 samples", "do &amp; say.", "seconds a step over mini_batches"}
             assert not re.search(r'(?:src|href)="(?!data:|#)', text)
         squeezed = re.sub(r"\s+", " ", text)
         assert [word for word in (*said, *ROWS) if word not in squeezed] == []

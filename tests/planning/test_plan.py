@@ -48,7 +48,7 @@ def test_the_json_matches_the_documentation(costs: str, capsys: pytest.CaptureFi
         (["policy="], "policy=: the name is missing"),
         (["policy.split=3"], "policy.split=3 does not divide mini_batches=4"),
         (["sweep=reward.concurency:1:4"], "did you mean 'reward.concurrency'?"),
-        (["-o", "plan.pdf"], "no such kind, '.pdf'; give a name in .png, .svg, .html"),
+        (["-o", "plan.pdf"], "no such kind, '.pdf'; give a name in .html, .png, .svg"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(
@@ -102,16 +102,10 @@ def test_the_page_says_what_the_text_says(log: str, tmp_path: Path, capsys: pyte
     keys = ["prompts=8", "responses=2", "mini_batches=2", "log.concurrency=4", "log.latency=30"]
     assert main(["plan", log, *keys, "sweep=mini_batches:1:2", "-o", str(page)]) == 0
     out = capsys.readouterr().out
-    assert f"page: {page}" in out
+    text, _, said = out.rpartition("\n\n")
+    assert said == f"page: {page}\n"
+    assert text in html.unescape(page.read_text())
     assert out.index("\nas logged: predicted") < out.index("\npolicy ") < out.index("\nas logged  ")
     assert out.index("\nas logged  ") < out.index("\nbaseline  ")
     assert "logged 61 s, " in out
-    shown = html.unescape(re.sub(r"<[^>]+>", " ", page.read_text()))
-    for word in ("As logged: predicted", "seconds a step over mini_batches"):
-        assert word in shown
-    sentences = [line.removeprefix("- ").rstrip(".") for line in out.splitlines() if line.startswith("- ")]
-    assert len(sentences) > 3
-    for sentence in sentences:
-        assert sentence in shown
-    for policy in ("as logged", "baseline", "mini-batch", "off-policy", "both", "both+stream"):
-        assert f"<td>{policy}</td>" in page.read_text()
+    assert "seconds a step over mini_batches" in out
