@@ -350,7 +350,7 @@ def _compare(options: argparse.Namespace) -> int:
     files.check(options.out)
     runs = options.runs
     if runs[0].endswith(_FILES):
-        from dataflow.commands.presets import run_all
+        from dataflow.commands.compare import run_all
 
         report(training=True)  # its runs close by themselves, which takes a while
         runs = run_all(runs[0], runs[1:])

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dataflow.errors import RunError, nearest
+from dataflow.errors import RunError
 
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside ``path``, which replaces ``path`` at the end of the block unless that raises.
 
-    A pipe or a device is not replaced, but gets the content.
     An OSError of a write, which has no name of a file, gets that of ``path``.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield temporary
-        if target.is_fifo() or target.is_char_device():
-            with temporary.open("rb") as source, target.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
-        else:
-            temporary.replace(target)
+        temporary.replace(target)
     except OSError as error:
         if error.errno is not None and error.filename in (None, str(temporary)):
             error.filename = str(path)
@@ -63,71 +56,33 @@ def no_file(path: str | os.PathLike[str]) -> str | None:
     return "it is a directory" if stat.S_ISDIR(mode) else "it is a device, a pipe or a socket"
 
 
-def nearest_path(path: str | os.PathLike[str], folder: Path, pattern: str = "*") -> str:
-    """Suggests the path in a folder that is most like ``path``, other than itself; "" if none is."""
-    found = [str(each) for each in sorted(folder.glob(pattern))] if folder.is_dir() else []
-    return nearest(str(path), [each for each in found if each != str(path)])
-
-
-def nearest_run(path: str | os.PathLike[str]) -> str:
-    """Suggests the run whose name is most like that of a path, beside it or in ``runs/``; "" if none is.
-
-    Args:
-        path: of a run's directory, or of a file in it.
-    """
-    from difflib import get_close_matches
-
-    run = Path(path)
-    run = run.parent if run.suffix in (".json", ".gz", ".yaml") else run
-    for folder in dict.fromkeys((run.parent, Path("runs"))):
-        # A configuration alone may be that of a project around the runs.
-        found = sorted(folder.glob("*/trace.json")) if folder.is_dir() else []
-        names = [each.parent.name for each in found if each.parent != run]
-        if close := get_close_matches(run.name, names, n=1):
-            return f"; did you mean '{folder / close[0]}'?"
-    return ""
-
-
 def unwritable(path: str | os.PathLike[str]) -> str | None:
-    """Returns why a file cannot be written, and the fix; None if it can be. Leaves no file behind.
+    """Returns why a file cannot be written, and the fix; None if it seems that it can be.
 
     Args:
         path: of the file, which need not exist; its directory must.
     """
     target = Path(path)
-    if os.path.isdir(target):  # unlike Path.is_dir, it takes names that are too long
+    if target.is_dir():
         return "it is a directory; give the name of a file."
-    if not os.path.isdir(target.parent):
+    if not target.parent.is_dir():
         return f"there is no directory {target.parent}; make it, or give another name."
-    # `replaced` uses a longer name than the file's own.
-    return _tried(target.parent, f".{target.name}.{os.getpid()}")
+    return unmakable(target.parent)
 
 
 def unmakable(path: str | os.PathLike[str]) -> str | None:
     """Returns why a directory cannot be made or written to, and the fix; None if it can be. Leaves nothing behind."""
-    place, missing = Path(path), list[str]()
+    place = Path(path)
     while not os.path.lexists(place) and place != place.parent:
-        missing.insert(0, place.name)
         place = place.parent
-    if not os.path.isdir(place):
+    if not place.is_dir():
         return f"{place} is not a directory; give another one."
-    return _tried(place, None, missing)
-
-
-def _tried(directory: Path, name: str | None, below: Sequence[str] = ()) -> str | None:
-    # Only an attempt covers full disks, quotas, read-only mounts, /proc and long names.
     import tempfile  # it imports random, which pure modules must not
 
-    try:
-        if name is None:
-            with tempfile.TemporaryDirectory(prefix=".", dir=directory) as made:
-                os.makedirs(Path(made, *below), exist_ok=True)
-        else:
-            os.close(os.open(directory / name, os.O_WRONLY | os.O_CREAT, 0o600))
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(directory / name)
+    try:  # only an attempt covers disks that are full or read-only, quotas and /proc
+        tempfile.TemporaryDirectory(prefix=".", dir=place).cleanup()
     except OSError as error:
-        return f"{directory} cannot be written ({error.strerror}); give another place."
+        return f"{place} cannot be written ({error.strerror}); give another place."
     return None
 
 

@@ -17,29 +17,6 @@ ROOT = Path(__file__).parents[1]
 PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
 
 
-@pytest.mark.parametrize("command", ["timeline", "samples", "export", "resume"])
-@pytest.mark.parametrize(("given", "near"), [("sums2", "runs/sums1"), ("ab", None)])
-def test_a_run_that_is_not_there_is_told_by_one_that_is(
-    command: str,
-    given: str,
-    near: str | None,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("runs/sums1", "runs/sums22", "abc", "sums", "runs/y"):
-        Path(name).mkdir(parents=True)
-    Path("runs/sums1/trace.json").write_text("{}")
-    Path("abc/config.yaml").write_text("name: project")  # as init makes it
-    assert main([command, given]) == 2
-    said = capsys.readouterr().err
-    assert said.count(given) == 1
-    assert ("did you mean" in said) == (near is not None)
-    if near is not None:
-        assert said.endswith(f"; did you mean '{near}'?\n")
-
-
 def test_files_that_are_no_pipeline_or_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["run", str(tmp_path / "no.py")]) == 2
     assert "no pipeline file" in capsys.readouterr().err

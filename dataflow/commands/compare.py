@@ -1,14 +1,20 @@
-"""`dataflow compare`: several runs as one table, one page or one picture."""
+"""`dataflow compare`: several runs as one table, page or picture; given a pipeline, a run under each preset."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dataflow.commands.trace import read_trace
-from dataflow.errors import ConfigError
+from dataflow.config.loading.saved import load
+from dataflow.errors import ConfigError, DataflowError, UserError
 from dataflow.policy import PRESETS, STREAM
+from dataflow.system.children import command
+from dataflow.system.stopping import stopping
 from dataflow.timeline import files
 from dataflow.timeline.compare import cells, compared, note, summary_of
 from dataflow.timeline.spans import Trace
@@ -50,3 +56,38 @@ def _place(trace: Trace) -> int:
     """Returns the place of a run's policy in the order of the presets; others come last."""
     name = str(trace.meta.get("policy", "")).removesuffix(STREAM)
     return PRESETS.index(name) if name in PRESETS else len(PRESETS)
+
+
+def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
+    """Runs the pipeline under each preset, one process after another, and returns the runs' directories.
+
+    Raises:
+        ConfigError: ``policy`` or ``name`` is among the overrides.
+        DataflowError: a run failed; its own command has printed the reason.
+    """
+    given = [text for text in overrides if text.split("=")[0] in ("policy", "name")]
+    if given:
+        raise ConfigError(f"'{given[0]}': compare sets policy and name itself; leave it out.")
+    _module, config = load(pipeline, list(overrides))
+    number = 1
+    while any((Path(config.runs) / f"compare-{number}-{name}").exists() for name in PRESETS):
+        number += 1
+    runs = []
+    for name in PRESETS:
+        directory = Path(config.runs) / f"compare-{number}-{name}"
+        print(f"{name}:", file=sys.stderr)
+        run = command("dataflow", "run", pipeline, *overrides, f"policy={name}", f"name={directory.name}")
+        # The child prints its own error; stdout is for the table.
+        process = subprocess.Popen(run, stdout=sys.stderr)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # it gets the same time to close as its own command
+            process.send_signal(stopping.received or signal.SIGINT)
+            process.wait()
+            raise
+        if code:
+            raise (UserError if code == 2 else DataflowError)(
+                f"compare: the run under '{name}' ended with exit code {code}."
+            )
+        runs.append(str(directory))
+    return runs

@@ -39,17 +39,13 @@ def act(options: argparse.Namespace) -> int:
             sys.stderr.close()
             return 0
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                what = "the output" if error.filename is None else one_line(str(error.filename))
-                print(f"RunError: {what} cannot be written: {error.strerror}; make room there.", file=sys.stderr)
-                if error.filename is None:
-                    _drop_output()
-                return 1
-            # Even a check whether such a file exists raises this error, anywhere in the code.
-            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return interrupted()
-            print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
-            return 2
+            what = "the output" if error.filename is None else one_line(str(error.filename))
+            print(f"RunError: {what} cannot be written: {error.strerror}; make room there.", file=sys.stderr)
+            if error.filename is None:
+                _drop_output()
+            return 1
         except BaseException:
             return interrupted()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.saved import CONFIG
 from dataflow.errors import ConfigError
-from dataflow.files import nearest_run, unmakable, written
+from dataflow.files import unmakable, written
 
 LOCK = ".lock"
 """File of a run's directory that its process locks, with the id of that process."""
@@ -42,7 +42,7 @@ def check_run(directory: Path) -> None:
     """
     if (directory / CONFIG).is_file():
         return
-    raise ConfigError(f"no run at '{directory}'{nearest_run(directory) or '; give a run directory (runs/NAME).'}")
+    raise ConfigError(f"no run at '{directory}'; give a run directory (runs/NAME).")
 
 
 def make_directory(config: BaseConfig, stem: str) -> Path:
@@ -78,28 +78,21 @@ def _taken(path: Path, config: BaseConfig) -> bool:
     return any(not name.startswith(".") for name in os.listdir(path))
 
 
-def remove_temporary(directory: Path) -> None:
-    """Removes the temporary files that killed processes left (:func:`dataflow.files.replaced`); needs the lock."""
-    for file in directory.glob(".*"):
-        if _TEMPORARY.fullmatch(file.name) and file.is_file():
-            file.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a run's directory; the system releases it when the process ends, however that happens.
+
+    The temporary files that killed processes left (:func:`dataflow.files.replaced`) are removed.
 
     Raises:
         ConfigError: another process holds it, since the run has not ended; or its file cannot be opened.
         RunError: the file cannot be written.
     """
     try:
-        opened = (directory / LOCK).open("a+")
+        file = (directory / LOCK).open("a+")
     except OSError as error:
-        raise ConfigError(
-            f"run '{directory}' cannot be written ({error.strerror}); make it writable, or copy it and resume the copy."
-        ) from error
-    with opened as file:
+        raise ConfigError(f"run '{directory}' cannot be written ({error.strerror}); make it writable.") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -112,6 +105,9 @@ def locked(directory: Path) -> Iterator[None]:
             file.truncate(0)
             # Unbuffered: what could not be written would be written again when the file is closed.
             os.write(file.fileno(), str(os.getpid()).encode())
+        for left in directory.glob(".*"):
+            if _TEMPORARY.fullmatch(left.name) and left.is_file():
+                left.unlink(missing_ok=True)
         yield
 
 

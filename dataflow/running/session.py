@@ -26,7 +26,7 @@ from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.planning.planner import name_of
 from dataflow.running.attempt import Attempt
-from dataflow.running.directory import locked, make_directory, remove_temporary
+from dataflow.running.directory import locked, make_directory
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.record import TRACE, Record, stopped
@@ -99,7 +99,6 @@ class Session:
         record = self.record = Record(self.directory, config)
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
         with stopping, locked(self.directory):
-            remove_temporary(self.directory)
             if self._resumes and complete(self.directory, self.graph.steps) is not None:
                 raise ConfigError(f"run '{self.directory}' is complete: another process has resumed it meanwhile.")
             try:

@@ -14,7 +14,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.section import Section, Text
 from dataflow.errors import ConfigError, DataError, counted, nearest
-from dataflow.files import nearest_run, unwritable
+from dataflow.files import unwritable
 from dataflow.samples.files import Kind, Row, file_of, read, steps_in, write
 from dataflow.samples.page import page
 
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
 def _directory(run: str) -> Path:
     path = Path(run)
     if not path.is_dir():
-        raise DataError(f"no run at '{run}'{nearest_run(path) or '; give the directory of a run (runs/NAME).'}")
+        raise DataError(f"no run at '{run}'; give the directory of a run (runs/NAME).")
     if not (path / "samples").is_dir():
         raise DataError(
             f"run '{run}' has no samples: pipelines with the stages of dataflow.stages.samples keep them, with "

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from dataflow.errors import DataError, RunError
-from dataflow.files import cannot_write, decoded, nearest_run, no_file, replaced
+from dataflow.files import cannot_write, decoded, no_file, replaced
 from dataflow.timeline.agents import cause_of
 from dataflow.timeline.causes import exposed_waits
 from dataflow.timeline.spans import Level, Mark, Span, Trace, in_flight
@@ -269,7 +269,7 @@ def load(run: str) -> Trace:
         path = path / "trace.json"
     if (why := no_file(path)) is not None:
         where = "" if path == Path(run) else f"{path}: "
-        raise DataError(f"no run at '{run}': {where}{why}{nearest_run(run) or '; give a run directory (runs/NAME).'}")
+        raise DataError(f"no run at '{run}': {where}{why}; give a run directory (runs/NAME).")
     return read(path)
 
 

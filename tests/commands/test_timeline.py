@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,22 +39,3 @@ def test_a_file_is_written_beside_json_and_in_capitals(
 def test_another_kind_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(run), "-o", str(run / "x.gif")]) == 2
     assert "give a name in .html, .png, .svg, .txt." in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(30)
-def test_a_pipe_gets_the_content(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    name = "x.svg"
-    os.mkfifo(run / name)
-    with (tmp_path_factory.mktemp("got") / name).open("w+b") as got:
-        reader = subprocess.Popen(["cat", str(run / name)], stdout=got)
-        try:
-            assert main(["timeline", str(run), "-o", str(run / name)]) == 0
-            assert reader.wait(5) == 0
-        finally:
-            reader.kill()
-            reader.wait()
-        got.seek(0)
-        assert len(got.read()) > 1000
-    assert (run / name).is_fifo()
-    assert sorted(file.name for file in run.iterdir()) == ["trace.json", name]

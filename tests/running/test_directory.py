@@ -8,7 +8,7 @@ import pytest
 
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
-from dataflow.running.directory import LOCK, check_directory, locked, make_directory, remove_temporary
+from dataflow.running.directory import LOCK, check_directory, locked, make_directory
 
 
 def config_of(runs: Path, mode: str) -> RunConfig:
@@ -43,10 +43,10 @@ def test_auto_takes_nothing_else(tmp_path: Path) -> None:
 
 
 def test_files_aside_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    for name in (".trace.json.123", ".summary.json.4", LOCK, "trace.json", "metrics.jsonl.7"):
+    for name in (".trace.json.123", ".summary.json.4", "trace.json", "metrics.jsonl.7"):
         (tmp_path / name).touch()
-    remove_temporary(tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == [LOCK, "metrics.jsonl.7", "trace.json"]
+    with locked(tmp_path):
+        assert sorted(file.name for file in tmp_path.iterdir()) == [LOCK, "metrics.jsonl.7", "trace.json"]
 
 
 def test_a_run_that_is_going_on_is_named_with_its_process(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dataflow.config.base import BaseConfig, PipelineConfig
 from dataflow.errors import ConfigError, PipelineError, UserError
-from dataflow.files import nearest_path, no_file
+from dataflow.files import no_file
 from dataflow.graph import Pipeline
 from dataflow.system.loopback import ray_stays_on_loopback
 from dataflow.usercode.failures import named
@@ -30,8 +30,7 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     """
     file = Path(path)
     if (why := no_file(file)) is not None:
-        guess = nearest_path(path, file.parent, "*.py")
-        raise ConfigError(f"no pipeline file '{path}': {why}{guess or '; give the path of a .py file.'}")
+        raise ConfigError(f"no pipeline file '{path}': {why}; give the path of a .py file.")
     if file.suffix != ".py":
         raise ConfigError(f"pipeline file '{path}' is not a .py file.")
     loader = SourceFileLoader(f"dataflow_pipeline_{file.stem}", str(file.resolve()))

@@ -24,7 +24,7 @@ from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
-from dataflow.files import decoded, nearest_path, sha256_of
+from dataflow.files import decoded, sha256_of
 from dataflow.system.secrets import MASK
 
 CONFIG = "config.yaml"
@@ -169,10 +169,7 @@ def read_values(path: Path) -> dict[str, Any]:
     try:
         values = yaml_values.load(decoded(path.read_bytes()))
     except OSError as error:
-        guess = nearest_path(path, path.parent, "*.y*ml") if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(
-            f"{path}: {error.strerror}{guess or '; give the config.yaml of a run, or a recipe.'}"
-        ) from error
+        raise ConfigError(f"{path}: {error.strerror}; give the config.yaml of a run, or a recipe.") from error
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):

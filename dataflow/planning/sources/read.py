@@ -10,7 +10,7 @@ from dataflow.config.keys import yaml_values
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, DataError
-from dataflow.files import decoded, nearest_path
+from dataflow.files import decoded
 from dataflow.graph import Pipeline
 from dataflow.planning.config import AgentPlan, PlanConfig
 from dataflow.planning.rewards import Rewards, Validation
@@ -44,8 +44,7 @@ def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload,
     """
     path = Path(source)
     if not (path.is_file() or path.is_dir()):  # opening a FIFO would block until something writes to it
-        near = "" if path.exists() else nearest_path(path, path.parent)
-        raise DataError(f"nothing to plan from at '{source}'{near or f'; give {KINDS}.'}")
+        raise DataError(f"nothing to plan from at '{source}'; give {KINDS}.")
     costs = path.suffix in (".yaml", ".yml")
     config = parse_overrides(PlanConfig, overrides, base=_values(path) if costs else None)
     if costs:
