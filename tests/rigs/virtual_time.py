@@ -10,6 +10,9 @@ from typing import Any
 TICK_S = 1e-6
 """Time that the clock advances per reading, as code that reads it twice may rely on some progress."""
 
+THREAD_S = 5.0
+"""Real seconds that a thread, such as the ledger's writer, may take while nothing else is left to wait for."""
+
 
 class Hang(Exception):
     """Everybody waits, and nothing is left that could wake anyone."""
@@ -20,7 +23,7 @@ class _Jumping(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(0)
-        if timeout is None and not ready:
+        if timeout is None and not ready and not (ready := super().select(THREAD_S)):
             raise Hang("nothing runs, and no timer is set")
         if not ready:
             self.now += max(timeout or 0.0, TICK_S)
@@ -28,7 +31,7 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time begins at 0 and jumps to the next timer whenever nothing can run. Not for code with threads."""
+    """Its time begins at 0 and jumps to the next timer whenever nothing can run."""
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
