@@ -27,7 +27,7 @@ from pydantic import Field
 from dataflow.config.reward import RewardConfig
 from dataflow.config.run import EngineConfig, RunConfig, TrainerConfig
 from dataflow.config.tools import ToolsConfig
-from dataflow.config.toy import toy_trainer
+from dataflow.config.training import toy_trainer
 from dataflow.graph import Pipeline
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import greedy_stages, rollout_stages

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from pydantic import Field, PositiveInt
 
 from dataflow.config.run import ModelConfig, RunConfig, TrainerConfig
-from dataflow.config.toy import toy_trainer
+from dataflow.config.training import toy_trainer
 from dataflow.graph import Hosted, Pipeline
 from dataflow.models.tokenizer import check_same_tokens
 from dataflow.rewards.gsm8k import compute_score

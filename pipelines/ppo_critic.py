@@ -20,11 +20,10 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.config.keys import verl_keys
 from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig, TrainerConfig
-from dataflow.config.toy import toy_critic, toy_trainer
-from dataflow.config.training import critic as critic_keys
-from dataflow.config.training.critic import CriticConfig
+from dataflow.config.training import CriticConfig, toy_critic, toy_trainer
 from dataflow.graph import Pipeline
 from dataflow.models.directory import check_model
 from dataflow.models.tokenizer import check_same_tokens
@@ -40,9 +39,9 @@ from dataflow.stages.sync import gather_weights, sync_weights
 
 
 class Config(RunConfig):
-    """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py and critic.py for every key."""
+    """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py and training.py for every key."""
 
-    elsewhere = staticmethod(critic_keys.hint)
+    elsewhere = staticmethod(verl_keys.hint_with_critic)
     trainer: TrainerConfig = Field(default_factory=toy_trainer)
     critic: CriticConfig = Field(default_factory=toy_critic)
     algorithm: AlgorithmConfig = Field(

@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeFloat
 from dataflow.config.reward import RewardConfig, SourceConfig
 from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.config.section import Section
-from dataflow.config.toy import toy_trainer
+from dataflow.config.training import toy_trainer
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.running.recipe import actor_stage, recipe_pipeline

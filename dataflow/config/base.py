@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -27,8 +26,6 @@ from pydantic import (
 )
 
 from dataflow.config.keys import yaml_values
-from dataflow.config.keys.nested import flat
-from dataflow.config.keys.overrides import refusal
 from dataflow.config.section import Section, Text, Texts
 from dataflow.errors import ConfigError, PolicyError
 from dataflow.system.secrets import redact_values
@@ -70,11 +67,6 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _auto_chooses(self) -> Self:
-        if self.preset == "auto+stream":
-            raise ConfigError(
-                "policy=auto+stream: auto chooses streaming itself; give policy=auto, and policy.stream_rollout=true "
-                "if the rollout is to stream in any case."
-            )
         if self.auto and self.split is not None:
             raise ConfigError(f"policy.split={self.split}: policy=auto chooses the split itself; leave it out.")
         return self
@@ -111,12 +103,6 @@ class NodesConfig(Section):
     """Labels that a node must have (ray start --labels); a value may be a selector of Ray's: in(a,b), !a."""
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     """Its processes on few nodes (pack) or on many (spread); strict_pack on one, strict_spread on one each."""
-
-    @field_validator("labels", mode="before")
-    @classmethod
-    def _names_with_dots(cls, value: Any) -> Any:
-        """An override is split at the dots of topology.kubernetes.io/zone; YAML reads 7 as a number."""
-        return {name: str(label) for name, label in flat(value)} if isinstance(value, Mapping) else value
 
 
 class CheckpointConfig(Section):
@@ -233,13 +219,6 @@ class BaseConfig(Section):
     def run_file(self, name: str) -> str | None:
         """Returns the absolute path of a file in the run's directory; None while the run has no name."""
         return str(Path(self.runs, self.name, name).absolute()) if self.name else None
-
-    @model_validator(mode="after")
-    def _allowed_keys_exist(self) -> Self:
-        for key in self.resume.allow:
-            if (why := refusal(type(self), key)) is not None:
-                raise ConfigError(f"resume.allow=[{key}]: {why}")
-        return self
 
     @field_validator("runs")
     @classmethod

@@ -39,7 +39,7 @@ from dataflow.config.reward import (
 )
 from dataflow.config.section import Fraction, Section, Text
 from dataflow.config.tools import ToolsConfig
-from dataflow.config.training.trained import TrainedConfig
+from dataflow.config.training import TrainedConfig, TrainerConfig
 from dataflow.errors import ConfigError, counted
 from dataflow.rewards.naming import keyed
 
@@ -51,6 +51,7 @@ __all__ = [
     "PolicyConfig",
     "RunConfig",
     "Section",
+    "TrainerConfig",
     "describe",
     "dump_yaml",
     "parse_overrides",
@@ -95,33 +96,6 @@ class ModelConfig(Section):
 
     path: Text | None = None
     """Directory or hub id of a Hugging Face causal LM or Qwen2-VL; null makes a tiny Qwen2 and caches it."""
-
-
-class TrainerConfig(TrainedConfig):
-    """Optimizer steps."""
-
-    section: ClassVar[str] = "trainer"
-
-    world_size: Annotated[int, Field(gt=0, le=65536)] = 1
-    """Trainer processes; they share each mini-batch's rows."""
-    mini_batches: PositiveInt = 4
-    """Optimizer steps per step; must divide data.prompts."""
-    epochs: PositiveInt = 1
-    """How often each mini-batch of a step is used."""
-    epochs_over: Literal["mini-batch", "step"] = "mini-batch"
-    """mini-batch: all epochs of a mini-batch before the next one, the same order under every policy. step: each epoch
-    passes over the whole step, as in verl; only for policies that do not split the step."""
-    max_tokens_per_gpu: PositiveInt | None = None
-    """Most tokens per rank in one pass, which then takes as many rows as fit; null: trainer.micro_batch_size rows."""
-    balance_batch: bool = False
-    """Give the ranks rows of about the same number of tokens together; false: consecutive rows."""
-    threads: Annotated[int, Field(gt=0, le=1024)] = 1
-    """CPU threads per rank."""
-    restarts: NonNegativeInt = 2
-    """How often the run restarts from its last checkpoint after a trainer process died."""
-    max_skipped: PositiveInt = 10
-    """Updates that may be skipped in a row, of the actor or of a critic, before the run ends: those whose gradient is
-    not finite, and those without a sample to train on."""
 
 
 class ValConfig(Section):
@@ -194,8 +168,13 @@ class RunConfig(BaseConfig):
 
         if not self.algorithm.filter_groups.enable:
             return None
-        sampled = self.data.gen_batch_size or 2 * self.data.prompts
-        return GroupFilter(sampled - self.data.prompts, self.algorithm.filter_groups.metric)
+        sampled, trained = self.data.gen_batch_size or 2 * self.data.prompts, self.data.prompts
+        if sampled <= trained:
+            raise ConfigError(
+                f"data.gen_batch_size={sampled} leaves algorithm.filter_groups no group to leave out of "
+                f"data.prompts={trained}; give more."
+            )
+        return GroupFilter(sampled - trained, self.algorithm.filter_groups.metric)
 
     @property
     def extra_groups(self) -> int:
@@ -269,7 +248,6 @@ class RunConfig(BaseConfig):
 
         batches, world = self.trainer.mini_batches, self.trainer.world_size
         check_batch(self.data.prompts, batches, "trainer.mini_batches")
-        self._check_filter()
         self.policy.resolve(batches)
         rows = self.data.prompts // batches * self.engine.n
         if rows % world:
@@ -277,12 +255,11 @@ class RunConfig(BaseConfig):
             raise ConfigError(
                 f"trainer.world_size={world} does not divide a mini-batch's {counted(rows, 'row')} ({sizes})."
             )
-        for name, section in self.trained.items():
-            own = type(self).model_fields[name].get_default(call_default_factory=True)
-            section.check_run(self.steps, world, own)
+        for section in self.trained.values():
+            section.check_ranks(world)
+        _ = self.group_filter
         self._check_unread()
         self._check_estimator()
-        self._check_kl()
         return self
 
     def _check_unread(self) -> None:
@@ -304,35 +281,6 @@ class RunConfig(BaseConfig):
         # GPG takes the raw score of a single response.
         if n < 2 and ESTIMATORS[estimator].against == "group" and estimator != "gpg":
             raise ConfigError(f"engine.n={n}: '{estimator}' compares one prompt's responses; give 2 or more.")
-
-    def _check_kl(self) -> None:
-        control, samples = self.algorithm.kl_ctrl, (self.data.prompts + self.extra_groups) * self.engine.n
-        if not self.algorithm.use_kl_in_reward or control.type == "fixed":
-            return
-        # verl's controller multiplies the coefficient by 1 - 0.2 x samples / horizon, or more.
-        if samples >= 5 * control.horizon:
-            raise ConfigError(
-                f"algorithm.kl_ctrl.horizon={control.horizon}: a step of {samples} samples could turn the coefficient "
-                f"to 0 or below, which rewards the KL; give {samples // 5 + 1} or more."
-            )
-
-    def _check_filter(self) -> None:
-        enabled, sampled = self.algorithm.filter_groups.enable, self.data.gen_batch_size
-        if not enabled and sampled not in (None, self.data.prompts):
-            raise ConfigError(
-                f"data.gen_batch_size={sampled} samples groups that no step trains on; give "
-                "algorithm.filter_groups.enable=true as well, or leave it out."
-            )
-        if self.group_filter is not None and self.group_filter.most < 1:
-            raise ConfigError(
-                f"data.gen_batch_size={sampled} leaves algorithm.filter_groups no group to leave out of "
-                f"data.prompts={self.data.prompts}; give more."
-            )
-        if enabled and self.engine.n < 2:
-            raise ConfigError(
-                f"engine.n={self.engine.n}: the scores of one response are all equal, so algorithm.filter_groups would "
-                "leave every group out; give 2 or more."
-            )
 
 
 def _limits(config: RunConfig, source: Source) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataflow.config.keys import verl_keys, yaml_values
 from dataflow.config.keys.nested import at, flat
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.run import RunConfig
-from dataflow.config.training.critic import CriticConfig
+from dataflow.config.training import CriticConfig
 from dataflow.errors import ConfigError, UserError, alike
 from dataflow.importing.conversions import NoCounterpart, conversion_of
 from dataflow.importing.script import MARK, mark

@@ -78,7 +78,6 @@ def test_a_cache_of_another_program_is_refused_and_not_changed(tmp_path: Path, r
         (["--policy", "both"], "keys are written without dashes"),
         (["-x"], "unrecognized arguments: -x"),
         (["engine.temperature=1e-45"], "the logits divided by it are infinite; give 0 (greedy)"),
-        (["resume.allow=[polcy]"], "resume.allow=[polcy]: unknown key 'polcy'; did you mean 'policy'?"),
     ],
 )
 def test_arguments_that_are_wrong(refused: Said, arguments: list[str], message: str) -> None:

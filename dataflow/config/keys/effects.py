@@ -24,7 +24,7 @@ EFFECTS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("algorithm.kl_loss_coef algorithm.kl_loss_type", "algorithm.use_kl_loss", (True,)),
     ("algorithm.kl_penalty algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward", (True,)),
     ("algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.type", ("adaptive",)),
-    ("algorithm.filter_groups.metric", "algorithm.filter_groups.enable", (True,)),
+    ("algorithm.filter_groups.metric data.gen_batch_size", "algorithm.filter_groups.enable", (True,)),
     ("algorithm.rollout_is_threshold", "algorithm.rollout_is", ("token", "sequence")),
     ("trainer.min_lr_ratio trainer.lr_cycles", "trainer.lr_scheduler", ("cosine",)),
     ("critic.min_lr_ratio critic.lr_cycles", "critic.lr_scheduler", ("cosine",)),

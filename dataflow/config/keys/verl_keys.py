@@ -139,6 +139,10 @@ def hint(key: str, critic: bool = False) -> str | None:
     return None
 
 
+hint_with_critic = functools.partial(hint, critic=True)
+"""The same for a pipeline that trains one."""
+
+
 def rows() -> Iterator[tuple[str, str, str]]:
     """Yields (verl's key, ours, what is to be said) of the whole table."""
     for key, meaning in keys().items():

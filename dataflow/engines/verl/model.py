@@ -38,7 +38,7 @@ class TrainedModel(Checkpointed):
 
     Args:
         model: directory of the initial weights.
-        options: a :class:`~dataflow.config.training.trained.TrainedConfig`.
+        options: a :class:`~dataflow.config.training.TrainedConfig`.
         valued: whether it is a value model.
         total_steps: training steps of the run.
         temperature: that logits are divided by.

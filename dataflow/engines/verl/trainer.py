@@ -120,7 +120,7 @@ class VerlCritic(TrainedModel):
 
     Args:
         model: directory of a causal LM, whose body it begins with; its head is new, drawn from ``seed``.
-        critic: section ``critic``, a :class:`~dataflow.config.training.critic.CriticConfig`.
+        critic: section ``critic``, a :class:`~dataflow.config.training.CriticConfig`.
         total_steps: training steps of the run.
         **options: ``seed``, ``device``, ``threads``, ``shares_gpu`` of :class:`TrainedModel`.
 
@@ -159,7 +159,7 @@ class VerlTeacher(TrainedModel):
 
     Args:
         model: directory of a causal LM.
-        options: a :class:`~dataflow.config.training.trained.TrainedConfig`, whose optimizer is not used.
+        options: a :class:`~dataflow.config.training.TrainedConfig`, whose optimizer is not used.
         **more: ``temperature``, ``device``, ``threads`` of :class:`TrainedModel`.
     """
 

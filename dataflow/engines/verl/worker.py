@@ -46,14 +46,10 @@ def worker_config(
     """Returns verl's ``TrainingWorkerConfig`` of a :class:`~dataflow.engines.verl.model.TrainedModel`.
 
     With ``offload`` weights are in CPU memory while idle, whatever the options say.
-
-    Raises:
-        ConfigError: an option needs GPUs.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, HFModelConfig, TrainingWorkerConfig
 
-    options.check_device(device)
     flash = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
     lora, again = options.lora, options.gradient_checkpointing
     apart = lora.exclude_modules

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.config.training.trained import TrainedConfig
+from dataflow.config.training import TrainedConfig
 from dataflow.models.size import Size, size_of
 from dataflow.running.preparing.machine import GIB, gib
 from dataflow.running.services.hosting import CRITIC, REPLICAS, SERVERS, TRAINER, VLLM

@@ -26,8 +26,7 @@ from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
 from dataflow.config.loading.saved import CONFIG, ORIGIN, PACKAGES, read_values
 from dataflow.config.reward import JudgeConfig, Source, model_of, source_of, sources_of
 from dataflow.config.run import ModelConfig, RunConfig
-from dataflow.config.toy import toy_critic, toy_trainer
-from dataflow.config.training.critic import CriticConfig
+from dataflow.config.training import CriticConfig, toy_critic, toy_trainer
 from dataflow.engines.choice import rollout_engine, why_transformers
 from dataflow.errors import ConfigError, NotChecked, UserError, counted
 from dataflow.executors.ray.nodes import check_count, visible_gpus

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dataflow.config.training.trained import LoraConfig, TrainedConfig
+from dataflow.config.training import LoraConfig, TrainedConfig
 from dataflow.errors import ConfigError, ModelError, nearest
 from dataflow.models.directory import headers, room_of
 
@@ -30,24 +30,22 @@ def check_trained(config: Any, name: str) -> None:
             "engine.temperature=0: training divides the logits by it, and greedy responses to a prompt are all the "
             "same; give more than 0."
         )
-    check_training(section, own or actor, "cuda" if config.ray.gpus_per_worker else "cpu")
+    check_training(section, own or actor)
     if own and actor and os.path.isdir(own) and os.path.isdir(actor):
         check_reader(config, own, f"{name}.path")
 
 
-def check_training(options: TrainedConfig, model: str | Path | None, device: str) -> None:
+def check_training(options: TrainedConfig, model: str | Path | None) -> None:
     """Checks the options of a trained model; see :func:`check_trained`.
 
     Args:
         options: its section.
         model: directory of its initial weights; what is not there yet is not checked.
-        device: "cpu" or "cuda".
 
     Raises:
         ConfigError: see there.
     """
-    options.check_device(device)
-    if not options.in_torch or options.optimizer_kwargs:  # others were checked, and need no torch here
+    if (options.optimizer, options.optimizer_impl, options.optimizer_kwargs) != ("AdamW", "torch.optim", {}):
         from dataflow.engines.verl.worker import check_optimizer
 
         check_optimizer(options)

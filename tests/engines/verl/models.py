@@ -13,7 +13,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import TrainerConfig
-from dataflow.config.training.critic import CriticConfig
+from dataflow.config.training import CriticConfig
 from dataflow.engines.verl.loss import loss_of
 from dataflow.engines.verl.trainer import VerlCritic, VerlTrainer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataflow.config.run import TrainerConfig
-from dataflow.config.training.trained import LoraConfig
+from dataflow.config.training import LoraConfig
 from dataflow.errors import ConfigError
 from dataflow.running.services.training import check_training
 from tests.rigs.stand_ins import QWEN_05B, write_model
@@ -34,15 +34,15 @@ def test_an_adapter_names_layers_of_the_model(lora: dict[str, Any], message: str
     options = TrainerConfig(lora=LoraConfig(**{"rank": 2} | lora))
     if message is not None:
         with pytest.raises(ConfigError, match=message):
-            check_training(options, model, "cpu")
+            check_training(options, model)
         return
     for place in (model, None, "org/model"):
-        check_training(options, place, "cpu")
+        check_training(options, place)
 
 
 def test_an_adapter_to_begin_with_has_the_rank_that_is_given(tmp_path: Path, model: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8}))
     lora = LoraConfig(rank=8, adapter=str(tmp_path))
-    check_training(TrainerConfig(lora=lora), model, "cpu")
+    check_training(TrainerConfig(lora=lora), model)
     with pytest.raises(ConfigError, match=r"is of rank 8, and trainer\.lora\.rank is 4; give the same"):
-        check_training(TrainerConfig(lora=lora.model_copy(update={"rank": 4})), model, "cpu")
+        check_training(TrainerConfig(lora=lora.model_copy(update={"rank": 4})), model)

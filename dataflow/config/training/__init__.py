@@ -1,1 +1,0 @@
-"""What trainer and critic are trained with."""
