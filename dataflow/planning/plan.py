@@ -84,7 +84,7 @@ class Plan:
             blocks.append("assumed:\n" + "\n".join(f"- {sentence}" for sentence in load.assumptions))
         if self.advice:
             blocks.append("advice:\n" + "\n".join(f"- {sentence}" for sentence in self.advice))
-        blocks += [f"{s.title}:\n{table(s.cells())}" for s in self.sweeps]
+        blocks += [f"seconds a step over {s.knob}:\n{table(s.cells())}" for s in self.sweeps]
         return "\n\n".join(filter(None, blocks))
 
     def size(self) -> str:

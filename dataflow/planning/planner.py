@@ -10,7 +10,7 @@ from typing import Any
 from dataflow.drawing.duration import figure
 from dataflow.errors import ConfigError, counted, nearest
 from dataflow.planning.config import MOST_IN_FLIGHT
-from dataflow.planning.simulation import Outcome, Outcomes
+from dataflow.planning.simulation import Outcomes
 from dataflow.planning.workload import Workload
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, divisors, preset
 
@@ -89,34 +89,29 @@ def predict(
     on_policy: Callable[[str], None] = lambda name: None,
     outcomes: Outcomes | None = None,
 ) -> list[Prediction]:
-    """Predicts a workload under several policies.
+    """Predicts a workload under several policies, by display name; :data:`ROWS` by default.
 
     Args:
         workload: what to run.
-        policies: by display name; :data:`ROWS` by default.
+        policies: to predict.
         on_policy: called with each policy's name before its simulation, for a progress display.
-        outcomes: of the plan's simulations so far; simulates in this process by default.
+        outcomes: of the plan's simulations so far.
 
     Raises:
         PolicyError, PipelineError: a policy does not fit the workload.
     """
     if policies is None:
         policies = {name: preset(name, workload.mini_batches) for name in ROWS}
-    outcomes = outcomes or Outcomes()
-    rows: list[Prediction] = []
-    base: float | None = None
+    outcomes, rows = outcomes or Outcomes(), []
     for name, policy in policies.items():
         on_policy(name)
-        found = outcomes.of(workload, policy)
-        if base is None:
-            base = outcomes.of(workload, preset("baseline", workload.mini_batches)).total_s
-        rows.append(_prediction(name, workload, policy, found, base, outcomes))
+        rows.append(_prediction(name, workload, policy, outcomes))
     return rows
 
 
-def _prediction(
-    name: str, workload: Workload, policy: SchedulingPolicy, found: Outcome, base: float, outcomes: Outcomes
-) -> Prediction:
+def _prediction(name: str, workload: Workload, policy: SchedulingPolicy, outcomes: Outcomes) -> Prediction:
+    found = outcomes.of(workload, policy)
+    base = outcomes.of(workload, preset("baseline", workload.mini_batches)).total_s
     total, steps = found.total_s, workload.steps
     # Requests of the uncounted rollouts, but for the last one, may be answered before the count begins.
     early = found.begin if policy.max_staleness > 1 or policy.stream_rollout else 0.0
@@ -169,17 +164,15 @@ class Sweep:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns {"knob", "values", "policies": [{"policy", "step_s", "lower_bound_s"}]}, in seconds per step."""
-        policies = []
-        for at, first in enumerate(self.rows[0]):
-            times = [row[at].step_s for row in self.rows]
-            bounds = [row[at].lower_bound_step_s for row in self.rows]
-            policies.append({"policy": first.policy, "step_s": times, "lower_bound_s": bounds})
+        policies = [
+            {
+                "policy": column[0].policy,
+                "step_s": [row.step_s for row in column],
+                "lower_bound_s": [row.lower_bound_step_s for row in column],
+            }
+            for column in zip(*self.rows, strict=True)
+        ]
         return {"knob": self.knob, "values": list(self.values), "policies": policies}
-
-    @property
-    def title(self) -> str:
-        """The heading of its table."""
-        return f"seconds a step over {self.knob}"
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns its table with the head."""

@@ -29,16 +29,14 @@ def logged_step(step: int, known: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The reward service.
+    """The reward service; ``latency`` is of one request, in seconds, ``concurrency`` the most requests in flight.
 
     Attributes:
-        latency: of one request, in seconds.
-        steps: seconds of the requests of each logged step, group by group, which its plan takes in place of draws: a
-            service is fast in one step and slow in another.
-        concurrency: requests in flight at most.
         rpm: requests a minute at most; None for no limit.
         agent: ``continuous`` keeps all slots busy; ``per-step`` finishes one step's requests before it begins the next.
         scattered: the samples of a group are spread over the queue instead of side by side.
+        steps: seconds of the requests of each logged step, group by group, which its plan takes in place of draws: a
+            service is fast in one step and slow in another.
     """
 
     latency: Distribution

@@ -24,18 +24,15 @@ from dataflow.timeline.spans import POOLS
 
 @dataclass(frozen=True)
 class Roles:
-    """The stages that send reward requests, collect them and score a validation; None if there is none.
-
-    Attributes:
-        request, collect: of the agent whose groups form the parts.
-        score: the validation's, scored by that agent.
-        beside: of the other agents, the stage that sends requests by the stage that collects them.
-    """
+    """The stages that send reward requests, collect them and score a validation; None if there is none."""
 
     request: str | None
     collect: str | None
+    """Of the agent whose groups form the parts; so is ``request``."""
     score: str | None
+    """The validation's, scored by that agent."""
     beside: Mapping[str, str] = field(default_factory=dict)
+    """Of the other agents, the stage that sends requests by the stage that collects them."""
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Roles:
@@ -47,18 +44,15 @@ class Roles:
         # Requests to a reward model on the GPUs of the engine end in the time of the stage that sends them.
         pools = {s.on for s in pipeline.with_role("samples")}
         asking = [s for s in pipeline.with_role("requests") if s.on not in pools]
-        if collector is None or not asking:
-            return cls(asking[0].name if asking else None, None, None)
+        first = asking[0].name if asking else None
+        if collector is None or first is None:
+            return cls(first, None, None)
         if any(_feeds(r, collector) for r in pipeline.with_role("requests") if r not in asking):
             return cls(None, None, None)
         of = {s.name: next((r.name for r in asking if _feeds(r, s)), None) for s in pipeline.collectors}
-        scoring = [s.name for s in pipeline.with_role("validates") if s.on == collector.on]
-        return cls(
-            of[collector.name] or (asking[0].name if asking else None),
-            collector.name,
-            scoring[0] if scoring else None,
-            {name: request for name, request in of.items() if request is not None and name != collector.name},
-        )
+        score = next((s.name for s in pipeline.with_role("validates") if s.on == collector.on), None)
+        beside = {name: request for name, request in of.items() if request is not None and name != collector.name}
+        return cls(of[collector.name] or first, collector.name, score, beside)
 
 
 def _feeds(request: Stage, collector: Stage) -> bool:
@@ -67,11 +61,7 @@ def _feeds(request: Stage, collector: Stage) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """Logged seconds of a stage's tasks, for each step in which the stage ran.
-
-    Attributes:
-        steps: step -> seconds of each of its parts.
-    """
+    """Logged seconds of a stage's tasks, of each part of each step in which the stage ran."""
 
     steps: Mapping[int, tuple[float, ...]]
 
@@ -206,15 +196,9 @@ class Workload:
         Raises:
             PipelineError: the pipeline has no rollout to place.
         """
-        placements = {
-            "colocated": "engine and trainer take turns on the same GPUs (placement=colocated).",
-            "disaggregated": "the engine has GPUs of its own, which sample as fast, beside the trainer's "
-            "(placement=disaggregated).",
-        }
+        said = f"placement={placement}: each stage takes as long as it did, wherever the engine samples."
         pipeline = placed(self.pipeline, placement)
-        return replace(
-            self, pipeline=pipeline, assumptions=(*self.assumptions, placements[placement]), logged=None, loop=None
-        )
+        return replace(self, pipeline=pipeline, assumptions=(*self.assumptions, said), logged=None, loop=None)
 
     def work_s(self) -> dict[str, float]:
         """GPU seconds of each stage per step; a stage that does not run every step counts its average.
@@ -271,13 +255,7 @@ def _drawn(latency: Distribution, seed: str, count: int) -> array[float]:
 
 @lru_cache(maxsize=4096)
 def _sent(groups: Sequence[int], each: int, seed: str) -> tuple[array[int], Places]:
-    """Returns the samples of some groups in the order they are sent, and where those of each group are.
-
-    Args:
-        groups: of the step.
-        each: samples in a group.
-        seed: of a random order; "" keeps groups together.
-    """
+    """Returns the samples of some groups in the order they are sent, by a seed if any, and where each group's are."""
     samples = [group * each + at for group in groups for at in range(each)]
     if seed:
         draw = Random(seed).random

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -17,9 +17,6 @@ from dataflow.errors import ConfigError, DataError, counted, nearest
 from dataflow.files import unwritable
 from dataflow.samples.files import Kind, Row, file_of, read, steps_in, write
 from dataflow.samples.page import page
-
-if TYPE_CHECKING:
-    import pandas
 
 _KINDS = (".html", ".parquet")
 _WIDE, _LINES = 100, 4
@@ -59,17 +56,23 @@ def show(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> 
         ConfigError: a bad key, condition or column.
         DataError: there is no such run or step, or a file that cannot be read or written.
     """
-    query = parse_overrides(SamplesQuery, overrides)
+    query, directory = parse_overrides(SamplesQuery, overrides), Path(run, "samples")
     if query.step is not None and query.val is not None:
         raise ConfigError("step= and val= exclude each other; give one.")
-    directory = _directory(run)
+    if not Path(run).is_dir():
+        raise DataError(f"no run at '{run}'; give the directory of a run (runs/NAME).")
+    if not directory.is_dir():
+        raise DataError(
+            f"run '{run}' has no samples: pipelines with the stages of dataflow.stages.samples keep them, with "
+            "samples.every=1 from the first step on."
+        )
     if out is not None and Path(out).suffix.lower() not in _KINDS:
         raise DataError(f"-o {out}: no such kind, '{Path(out).suffix}'; give a name in {' or '.join(_KINDS)}.")
     if out is not None and (why := unwritable(out)) is not None:
         raise DataError(f"-o {out}: {why}")
     kind: Kind = "step" if query.val is None else "val"
     known = steps_in(directory, kind)
-    wanted = query.step if kind == "step" else query.val
+    wanted = query.step if query.val is None else query.val
     if wanted is None:
         wanted = "all" if out or not known else known[-1]
     if not known or (wanted != "all" and wanted not in known):
@@ -77,18 +80,20 @@ def show(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> 
         raise ConfigError(f"{kind}={wanted}: no samples were kept of that one, {kept} (samples.every, val.every).")
     steps = known if wanted == "all" else [int(wanted)]
     rows = select([row for step in steps for row in read(file_of(directory, kind, step))], query.where, query.sort)
+    if out is not None and Path(out).suffix.lower() == ".html":
+        page(rows, Path(out), Path(run).resolve().name, kind)
+    elif out is not None:
+        names = dict.fromkeys(name for row in rows for name in row)
+        write(Path(out), {name: [row[name] for row in rows] for name in names})
     if out is not None:
-        if Path(out).suffix.lower() == ".html":
-            page(rows, Path(out), Path(run).resolve().name, kind)
-        else:
-            names = dict.fromkeys(name for row in rows for name in row)
-            write(Path(out), {name: [row[name] for row in rows] for name in names})
         return out
     if as_json:
         shown = rows[: query.most]
-        found = {"kind": kind, "steps": steps, "samples": shown, "left_out": len(rows) - len(shown)}
-        return json.dumps(found, indent=1)
-    return "\n".join(_listing(rows, query, "step" if kind == "step" else "evaluation after step", steps))
+        return json.dumps(
+            {"kind": kind, "steps": steps, "samples": shown, "left_out": len(rows) - len(shown)}, indent=1
+        )
+    what = "step" if kind == "step" else "evaluation after step"
+    return "\n".join(_listing(rows, query.most, f"{what} {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"))
 
 
 def select(rows: Sequence[Row], where: str | None, sort: str | None) -> list[Row]:
@@ -107,73 +112,45 @@ def select(rows: Sequence[Row], where: str | None, sort: str | None) -> list[Row
 
     # Each column keeps its type beside missing values: numbers of 64 bits, truth values, texts.
     frame = pandas.DataFrame(rows).convert_dtypes()
+    names = ", ".join(map(str, frame.columns))
     if where and rows:
-        frame = _where(frame, where)
+        try:
+            frame = frame.query(where, engine="python")
+        except Exception as error:  # of Python, of pandas or of its parser: whatever the expression raises
+            raise ConfigError(
+                f"where: '{where}' is no condition on samples ({' '.join(str(error).split())}); write it for pandas' "
+                f"DataFrame.query, such as score < 0.5 and kept; the samples have {names}."
+            ) from error
     if sort and rows:
         name = sort.removeprefix("-")
-        name = name if name in frame else f"{name}_s"
-        if name not in frame:
+        if name not in frame and (name := f"{name}_s") not in frame:
             hint = nearest(sort.removeprefix("-"), frame.columns) or ";"
-            raise ConfigError(f"sort: no column '{sort.removeprefix('-')}'{hint} the samples have {_names(frame)}.")
+            raise ConfigError(f"sort: no column '{sort.removeprefix('-')}'{hint} the samples have {names}.")
         frame = frame.sort_values(name, ascending=not sort.startswith("-"), kind="stable")
-    return [{name: _plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
+    # JSON lacks what is missing, and infinite numbers.
+    frame = frame.astype(object).where(frame.notna(), None).replace([math.inf, -math.inf], None)
+    found: list[Row] = frame.to_dict("records")
+    return found
 
 
-def _where(frame: pandas.DataFrame, where: str) -> pandas.DataFrame:
-    try:
-        return frame.query(where, engine="python")
-    except Exception as error:  # of Python, of pandas or of its parser: whatever the expression raises
-        raise ConfigError(
-            f"where: '{where}' is no condition on samples ({' '.join(str(error).split())}); write it for pandas' "
-            f"DataFrame.query, such as score < 0.5 and kept; the samples have {_names(frame)}."
-        ) from error
-
-
-def _names(frame: pandas.DataFrame) -> str:
-    return ", ".join(map(str, frame.columns))
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value of a frame for JSON: None for what is missing, and for an infinite number."""
-    import pandas
-
-    if pandas.isna(value) or (isinstance(value, float) and math.isinf(value)):
-        return None
-    return value.item() if hasattr(value, "item") else value
-
-
-def _directory(run: str) -> Path:
-    path = Path(run)
-    if not path.is_dir():
-        raise DataError(f"no run at '{run}'; give the directory of a run (runs/NAME).")
-    if not (path / "samples").is_dir():
-        raise DataError(
-            f"run '{run}' has no samples: pipelines with the stages of dataflow.stages.samples keep them, with "
-            "samples.every=1 from the first step on."
-        )
-    return path / "samples"
-
-
-def _listing(rows: Sequence[Row], query: SamplesQuery, what: str, steps: Sequence[int]) -> list[str]:
+def _listing(rows: Sequence[Row], most: int, of: str) -> list[str]:
     """Returns samples as lines of at most :data:`_WIDE` columns, ending with what is left out."""
-    of = f"{what} {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
     groups = len({(row["step"], row["group"]) for row in rows})
     head = f"{of}: {counted(len(rows), 'sample')} in {counted(groups, 'group')}"
     scores = [row["score"] for row in rows if row.get("score") is not None]
     lines = [f"{head}, mean score {sum(scores) / len(scores):.3f}" if scores else head]
-    for row in rows[: query.most]:
-        facts = [f"step {row['step']}"] * (len(steps) > 1) + [f"group {row['group']}", f"sample {row['sample']}"]
-        rest = {name: value for name, value in row.items() if name not in (*_TEXTS, *_HEAD)}
+    for row in rows[:most]:
+        facts = [f"{name} {row[name]}" for name in ("step", "group", "sample")]
         facts += [
             f"{name} {f'{value:.4g}' if isinstance(value, float) else str(value)[:60]}"
-            for name, value in rest.items()
-            if value not in (None, "", "{}", "[]") and _USUAL.get(name) != value
+            for name, value in row.items()
+            if name not in (*_TEXTS, *_HEAD) and value not in (None, "", "{}", "[]") and _USUAL.get(name) != value
         ]
         lines += ["", *_wrapped("  ".join(facts), "")]
         for name in _TEXTS:
             if row.get(name) is not None:
                 lines += _wrapped(str(row[name]), f"  {name.replace('_', ' '):<12} ")
-    if (left := len(rows) - query.most) > 0:
+    if (left := len(rows) - most) > 0:
         lines += ["", f"... {left} more; most={len(rows)} shows all, -o samples.html makes a page of them"]
     return lines
 

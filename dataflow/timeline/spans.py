@@ -17,12 +17,9 @@ from dataflow.graph import TaskId
 
 @dataclass(frozen=True)
 class Span:
-    """What one task occupied.
+    """What one task occupied: steps count from 1, parts from 0, times are seconds from the run's first task.
 
     Attributes:
-        stage, step, part, parts: identify the task; steps count from 1, parts from 0.
-        resource: that it ran on.
-        begin, end: seconds from the run's first task.
         args: facts about it, JSON-able (``weights_version``, ``samples``); ``optional`` marks a task that is not part
             of training (validation).
         waited_for: the last of its dependencies to finish, as ``str(TaskId)`` writes it, or "".

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError, counted
@@ -49,42 +49,40 @@ def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
     return {stage: named[stage] for stage in stages}
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A trace drawn with letters.
-
-    Attributes:
-        rows: (name, bars) of each; further lanes of a resource have no name; the last ones may be rewards in flight.
-        axis: of time, in seconds; as wide as the bars.
-        legend: meaning of letters and signs.
-        letter: of each stage.
-    """
+class Chart(NamedTuple):
+    """A trace drawn with letters."""
 
     rows: list[tuple[str, str]]
+    """(name, bars) of each; further lanes of a resource have no name; the last ones may be rewards in flight."""
     axis: str
     legend: list[str]
     letter: dict[str, str]
+    """Of each stage."""
 
 
 def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) -> str:
-    """Draws a trace as text; deterministic.
+    """Returns a title, a row for each lane of each resource, rewards in flight for each agent, an axis and a legend.
+
+    A task is drawn as its letter, its step (and part) if they fit, then "="; the GPU's waits as "~"; "/" marks where
+    the run was killed and resumed.
 
     Args:
         trace: of one run.
         width: columns, including the names of the rows.
         steps: (first, last) to show; all by default.
-
-    Returns:
-        A title, a row for each lane of each resource, a row of rewards in flight for each agent, a time axis in seconds
-        and a legend. A task is drawn as its letter, its step (and
-        part) if they fit, then "="; the GPU's waits as "~". "/" marks where the run was killed and resumed.
     """
     if not trace.spans:
         return f"{title(trace)}\n(no task ran)\n"
     drawn = chart(trace, width, steps)
     left = max(len(name) for name, _ in drawn.rows) + 2
     lines = [title(trace), *(f"{name:<{left}}{bars}" for name, bars in drawn.rows), " " * left + drawn.axis]
-    return "\n".join([*lines, *_wrap(drawn.legend, width)]) + "\n"
+    legend, *more = drawn.legend
+    for word in more:
+        if len(legend) - legend.rfind("\n") + 1 + len(word) > width:
+            legend += f"\n{word}"
+        else:
+            legend += f"  {word}"
+    return "\n".join([*lines, legend]) + "\n"
 
 
 def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Chart:
@@ -174,8 +172,7 @@ _WAITS = {
 def idle_lines(trace: Trace) -> list[str]:
     """Returns a sentence for each GPU pool: how long it idled, by cause, and the longest wait of each cause.
 
-    The causes are in descending order of their times, which sum to the idle time except for rounding. If tasks ran on
-    after training (a late validation), a sentence states for how long; each gap of a resumed run has one, too.
+    There is one, too, for what ran on after training (a late validation), and for each gap of a resumed run.
     """
     lines = [_idle_line(trace, pool) for pool in trace.pools]
     if (after := trace.end - trace.window[1]) >= 0.005:
@@ -191,17 +188,12 @@ def _idle_line(trace: Trace, pool: str) -> str:
     total = {cause: sum(c.wait.seconds for c in found) for cause, found in by_cause.items()}
     words = []
     for cause in sorted(total, key=lambda c: (-total[c], c)):
-        text = f"{_s(total[cause])} s {_WAITS.get(cause, f'waiting for {cause}')}"
         worst = by_cause[cause][0]
-        if worst.words and cause != "dispatch":
-            text += f" (worst: {_s(worst.wait.seconds)} s, {worst.words})"
-        words.append(text)
-    line = f"{_pool(pool)} idle {_s(sum(total.values()))} s of {_s(trace.wall)} s"
+        named = worst.words and cause != "dispatch"
+        worst_words = f" (worst: {_s(worst.wait.seconds)} s, {worst.words})" if named else ""
+        words.append(f"{_s(total[cause])} s {_WAITS.get(cause, f'waiting for {cause}')}{worst_words}")
+    line = f"{'GPU' if pool == 'gpu' else pool} pool idle {_s(sum(total.values()))} s of {_s(trace.wall)} s"
     return f"{line}: {', '.join(words)}" if words else line
-
-
-def _pool(pool: str) -> str:
-    return f"{'GPU' if pool == 'gpu' else pool} pool"
 
 
 def _s(seconds: float) -> str:
@@ -211,16 +203,10 @@ def _s(seconds: float) -> str:
 def named(traces: Mapping[str, Trace] | Trace, what: str) -> dict[str, Trace]:
     """Returns runs by name; a single trace is named after its policy.
 
-    Args:
-        traces: one run, or several by name.
-        what: the drawing's name in error messages.
-
     Raises:
-        DataError: there is no run, or one of the runs has no task.
+        DataError: one of the runs has no task; ``what`` is the drawing.
     """
     runs = {str(traces.meta.get("policy", "run")): traces} if isinstance(traces, Trace) else dict(traces)
-    if not runs:
-        raise DataError(f"{what}: there is no run to show; give one.")
     for name, trace in runs.items():
         if not trace.spans:
             raise DataError(f"{what}: run '{name}' has no task, so there is nothing to show.")
@@ -247,12 +233,8 @@ def tick(span: float, most: int) -> float:
     if least <= 0:
         return 1.0
     power = math.floor(math.log10(least))
-    for exponent in (power, power + 1):
-        for factor in (1, 2, 5):
-            size = float(f"{factor}e{exponent}")
-            if size >= least:
-                return size
-    return float(f"1e{power + 2}")
+    sizes = [float(f"{factor}e{power + more}") for more in (0, 1) for factor in (1, 2, 5)]
+    return next(size for size in sizes if size >= least)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -285,12 +267,3 @@ def _axis(seconds: float, columns: int) -> str:
         if at + len(word) <= columns:
             text = text.ljust(at) + word
     return text
-
-
-def _wrap(words: Sequence[str], width: int) -> list[str]:
-    lines = [""]
-    for word in words:
-        if lines[-1] and len(lines[-1]) + 2 + len(word) > width:
-            lines.append("")
-        lines[-1] += ("  " if lines[-1] else "") + word
-    return lines

@@ -125,8 +125,8 @@ def test_the_terminal_shows_short_texts_and_counts_the_rest(run: Path, capsys: p
     lines = out.splitlines()
     assert lines[0] == "step 12: 4 samples in 2 groups, mean score 0.375"
     assert max(map(len, lines)) <= 100
-    heads = [line for line in lines if line.startswith("group")]
-    assert [line.split()[:4] for line in heads] == [
+    heads = [line for line in lines if line.startswith("step 12 group")]
+    assert [line.split()[2:6] for line in heads] == [
         ["group", group, "sample", sample] for group, sample in (("2", "1"), ("2", "0"), ("1", "1"))
     ]
     assert "judged 2" in out
