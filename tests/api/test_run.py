@@ -148,7 +148,7 @@ def test_a_run_is_resumed_by_its_own_pipeline_alone(toy: Path, tmp_path: Path) -
     ("directory", "keys", "words"),
     [
         ("runs/a", {"name": "b"}, "name= and runs= cannot move run 'runs/a'"),
-        ("runs/aa", {}, "no run at 'runs/aa'; did you mean 'runs/a'?"),
+        ("runs/aa", {}, "no run at 'runs/aa'; give a run directory"),
         ("runs", {}, "no run at 'runs'; give a run directory (runs/NAME)."),
     ],
 )
