@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -115,7 +116,12 @@ class Attempt:
             await self._make_steps(restored, origin)
         self._progress.stop()
         if self._config.checkpoint.export and "trainer" in self._hosts:
-            await self._export()
+            about = card(record.directory, read_values(record.directory / CONFIG), graph.steps)
+            with self._progress.phase("writing the model"):
+                try:
+                    await self._offered("trainer", "export", str(record.directory / MODEL), about)
+                except DataflowError as error:
+                    logger.warning(f"the trained model is not written: {error}")
         facts = {"digest": await self._offered("trainer", "digest")}
         trained = {s.host.name for s in graph.pipeline.with_role("trains") if s.host is not None}
         for name in sorted(trained - {"trainer"}):
@@ -124,8 +130,13 @@ class Attempt:
         return facts
 
     async def _make_steps(self, restored: Restored, origin: float) -> None:
-        """Runs the steps that are left; raises as :meth:`run` does."""
-        runner = Runner(
+        """Runs the steps that are left, of a run that is interrupted to its cut, which is saved.
+
+        Raises:
+            asyncio.CancelledError: the run was interrupted.
+            DataflowError: as of :meth:`run`.
+        """
+        runner = self._runner = Runner(
             self._graph,
             self._executor,
             inputs=self._inputs,
@@ -140,10 +151,28 @@ class Attempt:
         self._progress.reached("the first task starts")
         self._progress.start(self._graph.steps)
         report(training=True)
-        self._runner, self._training = runner, asyncio.ensure_future(runner.run())
+        training = self._training = asyncio.ensure_future(runner.run())
         try:
-            await self._train(runner, self._training)
+            try:
+                await training
+            except asyncio.CancelledError:
+                if self._cut is None or not runner.over:
+                    training.cancel()
+                    raise
+            if self._cut is not None:
+                await self._save(runner, self._cut)
+                raise asyncio.CancelledError
+        except DataflowError:
+            step = runner.end_early()
+            if self._drained and step == self._record.steps >= self._graph.first:
+                try:
+                    await self._save(runner, step)
+                except DataflowError as second:  # the first one counts
+                    logger.warning(f"step {step} cannot be saved: {second}")
+            raise
         finally:
+            if self._grace is not None:
+                self._grace.cancel()  # it would cancel the closing of the services
             if self._auto is not None:
                 await self._auto.close()
 
@@ -168,32 +197,6 @@ class Attempt:
         logger.info(f"interrupted: step {step} ends and is saved, within {options.grace_s:g} s; Ctrl-C ends it at once")
         if runner.over:
             training.cancel()
-
-    async def _train(self, runner: Runner, training: asyncio.Future[Trace]) -> None:
-        """Runs the tasks to the end, or to the cut of an interrupted run, which it saves.
-
-        Raises:
-            asyncio.CancelledError: the run was interrupted.
-        """
-        try:
-            await training
-        except asyncio.CancelledError:
-            if self._cut is None or not runner.over:
-                training.cancel()
-                raise
-        except DataflowError:
-            step = runner.end_early()
-            if self._drained and step == self._record.steps >= self._graph.first:
-                try:
-                    await self._save(runner, step)
-                except DataflowError as second:  # the first one counts
-                    logger.warning(f"step {step} cannot be saved: {second}")
-            raise
-        if self._cut is not None:
-            await self._save(runner, self._cut)
-            if self._grace is not None:
-                self._grace.cancel()  # it would cancel the closing of the services
-            raise asyncio.CancelledError
 
     def _drains(self, task: Task, error: BaseException) -> bool:
         """Whether a run that a task ends can be saved: what is trained lives, as when rewards fail for good."""
@@ -230,15 +233,6 @@ class Attempt:
         except NotOffered:
             return None
 
-    async def _export(self) -> None:
-        directory = self._record.directory
-        about = card(directory, read_values(directory / CONFIG), self._graph.steps)
-        with self._progress.phase("writing the model"):
-            try:
-                await self._offered("trainer", "export", str(directory / MODEL), about)
-            except DataflowError as error:
-                logger.warning(f"the trained model is not written: {error}")
-
     async def close(self, under_way: BaseException | None) -> None:
         """Closes the services; if the run ended with an error, that error takes precedence."""
         if self._models is not None:
@@ -262,14 +256,11 @@ class Attempt:
             ray.address,
             ray.num_cpus,
             self._config.worker_threads,
-            self._up,
+            lambda name: self._progress.reached(f"{name} is up"),
             nodes=node_rules(self._config),
             directory=str(self._record.directory.absolute()),
             deadline_s=ray.start_timeout,
         )
-
-    def _up(self, name: str) -> None:
-        self._progress.reached(f"{name} is up")
 
     async def _restore(self, point: Checkpoint) -> Restored:
         """Loads a checkpoint into the services; returns what the runner continues from."""
@@ -332,8 +323,4 @@ class Attempt:
 
 def _constant(values: Mapping[str, Any]) -> dict[str, Callable[[int], Any]]:
     """Returns values as inputs of a graph, the same at every step."""
-
-    def always(value: Any) -> Callable[[int], Any]:
-        return lambda _step: value
-
-    return {name: always(value) for name, value in values.items()}
+    return {name: partial(lambda value, _step: value, value) for name, value in values.items()}

@@ -8,13 +8,11 @@ trained again twice.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,29 +58,23 @@ class Tracker:
     ) -> None:
         self.directory = Path(directory)
         self._backends: dict[str, Tracking | _TensorBoard] = {}
-        with self._written():
+        path = self.directory / METRICS
+        with written("metrics of the run", self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            before = [] if upto is None else self._cut(upto)
+            kept = [] if upto is None else [row for row in read_metrics(path) if row["step"] <= upto]
+            if upto is not None:
+                with replaced(path) as temporary:
+                    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+                shutil.rmtree(self.directory / _BOARD, ignore_errors=True)
             if others := [backend for backend in backends if backend != _BOARD]:
                 tracking = _open(self.directory, others, project, name, config or {}, upto is not None)
                 self._backends |= dict.fromkeys(tracking.logger, tracking)
             if _BOARD in backends:
                 self._backends[_BOARD] = _TensorBoard(self.directory / _BOARD)
-            for backend in self._backends.keys() & {_BOARD, "file"}:
-                for row in filter(_numbers, before):
+            for backend in self._backends.keys() & {_BOARD, "file"}:  # which begin anew
+                for row in filter(_numbers, kept):
                     self._backends[backend].log(_numbers(row), row["step"], backend=[backend])
-            self._file = (self.directory / METRICS).open("a", encoding="utf-8")
-
-    def _cut(self, upto: int) -> list[dict[str, Any]]:
-        """Removes the rows of later steps, and TensorBoard's files; returns the rows that stay."""
-        kept = [row for row in read_metrics(self.directory / METRICS) if row["step"] <= upto]
-        with replaced(self.directory / METRICS) as temporary:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        shutil.rmtree(self.directory / _BOARD, ignore_errors=True)
-        return kept
-
-    def _written(self) -> AbstractContextManager[None]:
-        return written("metrics of the run", self.directory)
+            self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes a row.
@@ -95,7 +87,7 @@ class Tracker:
             RunError: it cannot be written.
         """
         row = {"step": step, **finite(metrics)}
-        with self._written():
+        with written("metrics of the run", self.directory):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
             numbers = _numbers(row)
@@ -114,7 +106,7 @@ class Tracker:
         Raises:
             RunError: buffered data cannot be written.
         """
-        with self._written():
+        with written("metrics of the run", self.directory):
             try:
                 self._file.close()
             finally:
@@ -142,11 +134,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _TensorBoard:
-    """TensorBoard's own writer, as verl's Tracking, whose import takes 7 s of CPU that most runs need for nothing else.
-
-    Args:
-        directory: of the files.
-    """
+    """TensorBoard's own writer, as verl's Tracking, whose import takes 7 s of CPU for nothing else in most runs."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -175,16 +163,20 @@ def _open(
     names = ("WANDB_RUN_ID", "SWANLAB_RUN_ID")
     ids = {name: os.environ.get(name) or known.get(name) or secrets.token_hex(8) for name in names}
     how = {"WANDB_RESUME": "allow", "SWANLAB_RESUME": "allow", "VERL_FILE_LOGGER_PATH": str(directory / _LOGGED)}
+    # Variables that are there are the user's, as on some clouds.
+    own = {name: value for name, value in {**ids, **how}.items() if not os.environ.get(name)}
+    os.environ.update(own)
     try:
-        with _environment({**ids, **how}):
-            # verl's wandb backend always reads config["trainer"].
-            tracking = Tracking(project, name, default_backend=list(backends), config={"trainer": {}, **config})
-    # If a service refuses a key or cannot be reached, its package raises errors of its own.
-    except Exception as error:
+        # verl's wandb backend always reads config["trainer"].
+        tracking = Tracking(project, name, default_backend=list(backends), config={"trainer": {}, **config})
+    except Exception as error:  # a package has errors of its own if its service refuses a key or cannot be reached
         reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise ConfigError(
             f"tracking.backends={backends}: cannot be opened ({reason}); check the key, or take the backend out."
         ) from error
+    finally:
+        for variable in own:
+            os.environ.pop(variable, None)
     if "wandb" in tracking.logger:
         tracking.logger["wandb"].define_metric(_AXIS, summary="max")
         tracking.logger["wandb"].define_metric("*", step_metric=_AXIS)
@@ -192,15 +184,3 @@ def _open(
         with replaced(file) as temporary:
             temporary.write_text(json.dumps(ids) + "\n", encoding="utf-8")
     return tracking
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables while verl's constructors read them; one that is there is the user's, as on some clouds."""
-    own = {name: value for name, value in values.items() if not os.environ.get(name)}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name in own:
-            os.environ.pop(name, None)

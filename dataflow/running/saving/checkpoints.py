@@ -78,7 +78,8 @@ class CheckpointStore:
     them; copies in further processes may read.
 
     A checkpoint is written by :meth:`begin`, which returns a directory to write to, and :meth:`commit`, or dropped by
-    :meth:`discard`. Call these in one process, and in a thread if an event loop must not be blocked.
+    :meth:`discard`. Call these in one process, and in a thread if an event loop must not be blocked. All methods that
+    write raise OSError if the disk fails, and leave what was whole before.
 
     Args:
         directory: of the checkpoints, in the run's; made with the first one.
@@ -93,12 +94,10 @@ class CheckpointStore:
         self.directory = Path(directory).absolute()
         self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every
 
-    def begin(self, step: int) -> Path:
-        """Makes a directory to write a checkpoint to, and removes those that killed processes left.
+    # --- writing --------------------------------------------------------------------------------------------
 
-        Raises:
-            OSError: it cannot be made.
-        """
+    def begin(self, step: int) -> Path:
+        """Makes a directory to write a checkpoint to, and removes those that killed processes left."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for left in self.directory.glob(".step_*"):
             # This process may still hash another one, whose copy has been written.
@@ -108,11 +107,7 @@ class CheckpointStore:
         return self._aside(step)
 
     def save_states(self, directory: Path, states: Mapping[str, Any]) -> None:
-        """Writes the states of the graph, by field, into a checkpoint's directory.
-
-        Raises:
-            OSError: the disk fails.
-        """
+        """Writes the states of the graph, by field, into a checkpoint's directory."""
         _dump(directory / "states.pkl", dict(states))
 
     def keep(self, step: int, value: Any) -> None:
@@ -121,9 +116,6 @@ class CheckpointStore:
         Args:
             step: that trains on it.
             value: to pickle; another one of the same step is replaced.
-
-        Raises:
-            OSError: the disk fails; what was there before stays.
         """
         path = self._drawn(step)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +128,6 @@ class CheckpointStore:
 
         Raises:
             FileNotFoundError: nothing was kept of it.
-            OSError: the disk fails.
         """
         source, target = self._drawn(step), directory / f"samples_{step:06}.pkl"
         try:
@@ -147,19 +138,10 @@ class CheckpointStore:
             shutil.copyfile(source, target)
 
     def commit(self, step: int) -> int:
-        """Makes a checkpoint of the written files; then removes checkpoints that no rule keeps.
+        """Makes a checkpoint of the written files, and returns its bytes; then removes those that no rule keeps.
 
         It is whole, and on the disk, when this returns: no later failure of the process or the machine loses it.
         Checkpoints of later steps are removed: the run has resumed from an earlier one since.
-
-        Args:
-            step: that :meth:`begin` was called with.
-
-        Returns:
-            Bytes of the checkpoint.
-
-        Raises:
-            OSError: the disk fails; what was written is removed.
         """
         aside = self._aside(step)
         try:
@@ -180,22 +162,6 @@ class CheckpointStore:
     def discard(self, step: int) -> None:
         """Removes what this process wrote of a checkpoint since :meth:`begin`; does nothing if there is nothing."""
         _remove(self._aside(step))
-
-    def whole(self) -> list[int]:
-        """Returns the steps of the checkpoints that look whole: their files have the sizes that they should have."""
-        return [step for step in self._steps() if self._torn(step, contents=False) is None]
-
-    def newest(self) -> Checkpoint | None:
-        """Returns the newest whole checkpoint, or None; warns of each newer one that is not whole."""
-        for step in reversed(self._steps()):
-            if (why := self._torn(step)) is None:
-                return Checkpoint(self._path(step), step)
-            logger.warning(f"checkpoint {self._path(step)} is not whole and is passed over: {why}.")
-        return None
-
-    def at(self, step: int) -> Checkpoint | None:
-        """Returns the checkpoint of a step; None if there is none that is whole."""
-        return Checkpoint(self._path(step), step) if self._torn(step) is None else None
 
     def _retain(self, committed: int) -> None:
         """Removes the checkpoints that no rule keeps, and those of steps after the committed one."""
@@ -225,6 +191,24 @@ class CheckpointStore:
         _remove(old)
         return self._path(step).rename(old)
 
+    # --- finding --------------------------------------------------------------------------------------------
+
+    def whole(self) -> list[int]:
+        """Returns the steps of the checkpoints that look whole: their files have the sizes that they should have."""
+        return [step for step in self._steps() if self._torn(step, contents=False) is None]
+
+    def newest(self) -> Checkpoint | None:
+        """Returns the newest whole checkpoint, or None; warns of each newer one that is not whole."""
+        for step in reversed(self._steps()):
+            if (why := self._torn(step)) is None:
+                return Checkpoint(self._path(step), step)
+            logger.warning(f"checkpoint {self._path(step)} is not whole and is passed over: {why}.")
+        return None
+
+    def at(self, step: int) -> Checkpoint | None:
+        """Returns the checkpoint of a step; None if there is none that is whole."""
+        return Checkpoint(self._path(step), step) if self._torn(step) is None else None
+
     def _steps(self) -> list[int]:
         """Returns the steps that have a directory, in ascending order."""
         try:
@@ -238,30 +222,22 @@ class CheckpointStore:
         return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
     def _torn(self, step: int, *, contents: bool = True) -> str | None:
-        """Returns what a checkpoint lacks to be whole; None if it is.
-
-        Args:
-            step: of the checkpoint.
-            contents: whether to hash the files; otherwise their sizes alone are compared.
-        """
+        """Returns why a checkpoint is not whole, None if it is; without ``contents``, sizes of files alone count."""
         path = self._path(step)
         try:
-            manifest = json.loads((path / _MANIFEST).read_bytes())
-            found, listed = _files(path), manifest["files"]
-            if manifest["step"] != step:
-                return f"its manifest is that of step {manifest['step']}"
-            if other := found.keys() ^ listed.keys():
-                return f"{min(other)} is {'missing' if min(other) in listed else 'not in the manifest'}"
-            for name, file in found.items():
-                if (size := file.stat().st_size) != listed[name]["bytes"]:
-                    return f"{name} has {size} bytes instead of {listed[name]['bytes']}"
-                if contents and sha256_of(file) != listed[name]["sha256"]:
-                    return f"the contents of {name} have changed"
+            listed = dict(json.loads((path / _MANIFEST).read_bytes())["files"])
+            found = _files(path)
+            wrong = sorted(found.keys() ^ listed.keys()) or [
+                name
+                for name, file in found.items()
+                if file.stat().st_size != listed[name]["bytes"]
+                or (contents and sha256_of(file) != listed[name]["sha256"])
+            ]
         except OSError as error:
             return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError):
             return f"{_MANIFEST} is cut off or changed"
-        return None
+        return f"{wrong[0]} is missing or changed, or was added" if wrong else None
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:06}"
@@ -325,11 +301,6 @@ def _dump(path: Path, value: Any) -> None:
 
 
 def _load(path: Path) -> Any:
-    """Reads a pickle.
-
-    Raises:
-        DataError: it cannot be read.
-    """
     try:
         with path.open("rb") as file:
             return pickle.load(file)

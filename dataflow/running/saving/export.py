@@ -11,7 +11,7 @@ from dataflow.config.loading.saved import CONFIG, read_values
 from dataflow.errors import ConfigError
 from dataflow.running.directory import check_run
 from dataflow.running.reporting.tracking import METRICS, read_metrics
-from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
+from dataflow.running.saving.checkpoints import CheckpointStore
 
 MODEL = "model"
 """Directory of a run that holds its final model."""
@@ -36,7 +36,12 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
         UserError: the run, the checkpoint or the model is missing, the directory exists, or there is no adapter.
     """
     check_run(run)
-    point = _checkpoint(run, step)
+    store = CheckpointStore(run / "checkpoints")
+    point = store.newest() if step is None else store.at(step)
+    if point is None:
+        steps = store.whole()
+        where = f"step={step}: run '{run}' has no whole checkpoint of that step" if steps else f"run '{run}' has none"
+        raise ConfigError(f"{where}; there are {steps} (checkpoint.every).")
     name = ADAPTER if adapter else MODEL
     target = directory or run / (name if step is None else f"{name}-{step}")
     from dataflow.engines.verl.export import check_new, write_adapter, write_model
@@ -79,25 +84,8 @@ def step_of(arguments: Sequence[str]) -> int | None:
     return int(value)
 
 
-def _checkpoint(run: Path, step: int | None) -> Checkpoint:
-    store = CheckpointStore(run / "checkpoints")
-    point = store.newest() if step is None else store.at(step)
-    if point is not None:
-        return point
-    if steps := store.whole():
-        raise ConfigError(f"step={step}: run '{run}' has no whole checkpoint of that step; there are {steps}.")
-    raise ConfigError(f"run '{run}' has no whole checkpoint (checkpoint.every); there is nothing to export.")
-
-
 def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = False) -> str:
-    """Returns a model card.
-
-    Args:
-        run: directory of the run.
-        values: its configuration.
-        step: whose weights they are.
-        adapter: whether it is of a LoRA adapter alone.
-    """
+    """Returns the model card of a run's weights of a step, or of its LoRA adapter alone, from its configuration."""
     origin, base = values.get("origin") or {}, (values.get("model") or {}).get("path")
     scores: dict[str, float] = {}
     for row in read_metrics(run / METRICS):
