@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.batch import Batch
@@ -19,8 +19,8 @@ from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
-    from dataflow.tools import Toolbox, ToolCall
-    from dataflow.tools.toolbox import ToolCaller, ToolState
+    from dataflow.tools import Toolbox
+    from dataflow.tools.toolbox import ToolCaller
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ async def conversations(
     extras = prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)
     async with talk.tools.open() as caller:
         going = [
-            asyncio.create_task(Conversation(ids, extra, caller, talk).run(engine, sampling, (seed, group, index)))
+            asyncio.create_task(_conversation(ids, extra, caller, talk, engine, sampling, (seed, group, index)))
             for group, ids, extra in zip(prompts.ids, prompts["prompt_ids"], extras, strict=True)
             for index in range(sampling.n)
         ]
@@ -90,82 +90,61 @@ async def conversations(
             await asyncio.gather(*going, return_exceptions=True)
 
 
-@dataclass
-class Conversation:
-    """One conversation.
-
-    Attributes:
-        prompt: its token ids.
-        extra_info: of its row.
-        caller: calls tools.
-        talk: tools and limits.
-        tokens: of all turns so far, with mask and log-prob of each.
-        messages: chat messages of all turns so far, of roles ``assistant`` and ``tool``.
-    """
-
-    prompt: Sequence[int]
-    extra_info: Any
-    caller: ToolCaller
-    talk: Talk
-    tokens: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    turns: int = 0
-    calls: int = 0
-    errors: int = 0
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    async def run(self, engine: RolloutEngine, sampling: Sampling, seed: tuple[int, int, int]) -> Sample:
-        """Returns the whole conversation; the last two numbers of ``seed`` are its group and index."""
-        state = self.caller.state(self.extra_info)
-        version: int | None = None
-        try:
-            while True:
-                room = self.talk.max_tokens - len(self.tokens)
-                asked = replace(sampling, n=1, max_tokens=min(sampling.max_tokens, room))
-                before = [*self.prompt, *self.tokens]
-                turn = await engine.sample(before, asked, (*seed, self.turns))
-                version = turn.version if version is None else min(version, turn.version)
-                self._add(turn.tokens, turn.log_probs)
-                self.turns += 1
-                said, calls = await self.caller.apart(
-                    self.talk.tools.read, before, turn.tokens, turn.finish != "length"
-                )
-                self.messages.append({"role": "assistant", "content": said})
-                ended = await self._answer(before, turn, calls, state)
-                if ended is not None:
-                    break
-        finally:
-            await state.close()
-        counts = {"tool_calls": self.calls, "tool_errors": self.errors}
-        told = {"num_turns": self.turns, **counts, "conversation": self.messages}
-        extra_info = {**own_copy(self.extra_info or {}), **told}
-        facts = {"turns": self.turns, **counts, "ended": ended, "extra_info": extra_info}
-        cut: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
-        return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
-
-    async def _answer(self, before: list[int], turn: Sample, calls: list[ToolCall], state: ToolState) -> str | None:
-        """Calls the tools that the turn asks for; returns how the conversation ends, or None if it continues."""
-        if turn.finish == "length":  # the turn was cut off, so no answer can follow it
-            return "budget" if len(self.tokens) >= self.talk.max_tokens else "length"
-        if not calls:
-            return "answer"
-        if self.turns >= self.talk.max_turns:
-            return "max_turns"
-        if len(self.tokens) >= self.talk.max_tokens:
-            return "budget"
-        answers = await asyncio.gather(*(state.answer(call) for call in calls))
-        self.calls += len(answers)
-        self.errors += sum(answer.failed for answer in answers)
-        texts = [(call, answer.text) for call, answer in zip(calls, answers, strict=True)]
-        self.messages += [{"role": "tool", "name": call.name, "content": text} for call, text in texts]
-        room = self.talk.max_tokens - len(self.tokens)
-        frame = await self.caller.apart(self.talk.tools.framed, before, turn.tokens, texts)
-        self._add(frame[:room])
-        return "budget" if len(frame) >= room else None
-
-    def _add(self, tokens: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
-        """Adds tokens of the model or, without log-probs, of a tool's answer."""
-        self.tokens += tokens
-        self.mask += [int(log_probs is not None)] * len(tokens)
-        self.log_probs += [0.0] * len(tokens) if log_probs is None else log_probs
+async def _conversation(
+    prompt: Sequence[int],
+    extra_info: Any,
+    caller: ToolCaller,
+    talk: Talk,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    seed: tuple[int, int, int],
+) -> Sample:
+    """Returns one whole conversation; the last two numbers of ``seed`` are its group and index."""
+    tokens, mask, log_probs = list[int](), list[int](), list[float]()
+    messages: list[dict[str, str]] = []  # of all turns so far, of roles assistant and tool
+    turns, calls, errors, ended = 0, 0, 0, ""
+    versions: list[int] = []
+    state = caller.state(extra_info)
+    try:
+        while not ended:
+            before = [*prompt, *tokens]
+            asked = replace(sampling, n=1, max_tokens=min(sampling.max_tokens, talk.max_tokens - len(tokens)))
+            turn = await engine.sample(before, asked, (*seed, turns))
+            versions.append(turn.version)
+            tokens += turn.tokens
+            mask += [1] * len(turn.tokens)
+            log_probs += turn.log_probs
+            turns += 1
+            cut = turn.finish == "length"  # so that no answer can follow the turn
+            said, wanted = await caller.apart(talk.tools.read, before, turn.tokens, not cut)
+            messages.append({"role": "assistant", "content": said})
+            full = len(tokens) >= talk.max_tokens
+            if cut:
+                ended = "budget" if full else "length"
+            elif not wanted:
+                ended = "answer"
+            elif turns >= talk.max_turns:
+                ended = "max_turns"
+            elif full:
+                ended = "budget"
+            if ended:
+                break
+            answers = await asyncio.gather(*(state.answer(call) for call in wanted))
+            calls += len(answers)
+            errors += sum(failed for _, failed in answers)
+            texts = [(call, text) for call, (text, _) in zip(wanted, answers, strict=True)]
+            messages += [{"role": "tool", "name": call.name, "content": text} for call, text in texts]
+            frame = await caller.apart(talk.tools.framed, before, turn.tokens, texts)
+            room = talk.max_tokens - len(tokens)
+            ended = "budget" if len(frame) >= room else ""
+            frame = frame[:room]
+            tokens += frame
+            mask += [0] * len(frame)
+            log_probs += [0.0] * len(frame)
+    finally:
+        await state.close()
+    counts = {"tool_calls": calls, "tool_errors": errors}
+    told = {"num_turns": turns, **counts, "conversation": messages}
+    facts = {"turns": turns, **counts, "ended": ended, "extra_info": {**own_copy(extra_info or {}), **told}}
+    finish: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
+    return Sample(seed[1], seed[2], tokens, log_probs, min(versions), finish, mask, facts)

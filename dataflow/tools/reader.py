@@ -18,7 +18,7 @@ from loguru import logger
 from dataflow.errors import ConfigError, ModelError, nearest
 from dataflow.usercode.load import describe, pick
 
-AUTO = "auto"
+AUTO, HERMES = "auto", "hermes"
 _SAID = "dataflow-said"  # a text that no template changes
 
 
@@ -96,13 +96,10 @@ class Hermes:
 
 
 class Reader:
-    """Reads the calls in the turns of one model by a format, and frames the answers.
+    """Reads the calls in the turns of one model by a format, and frames the answers by the chat template."""
 
-    ``guessed`` says that nothing showed that this is how the model writes its calls.
-    """
-
-    def __init__(self, tokenizer: Any, how: Format, guessed: bool = False) -> None:
-        self._tokenizer, self._format, self.guessed = tokenizer, how, guessed
+    def __init__(self, tokenizer: Any, how: Format) -> None:
+        self._tokenizer, self._format = tokenizer, how
 
     def calls(self, before: Sequence[int], turn: Sequence[int]) -> list[ToolCall]:
         """Returns the calls in a turn, which was sampled after the tokens ``before``, in order."""
@@ -122,13 +119,9 @@ class Reader:
         chat += [{"role": "tool", "name": call.name, "content": text} for call, text in answers]
         try:
             text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            _before, behind = text.split(_SAID)
         except Exception as error:  # a template may raise any exception
             raise ModelError(f"model.path: the chat template cannot frame a tool's answer: {error}.") from error
-        _before, found, behind = text.partition(_SAID)
-        if not found:
-            raise ModelError(
-                "model.path: the chat template does not show what the assistant said before a tool's answer."
-            )
         ids = list(self._tokenizer.encode(behind, add_special_tokens=False))
         return ids[1:] if turn and ids and ids[0] == turn[-1] else ids
 
@@ -146,7 +139,15 @@ class FamilyReader(Reader):
             read = self.renderer.parse_response(list(turn), tools=self._schemas, prompt_ids=list(before))
         except Exception as error:  # what a model may write has no limits, and a parser may raise anything
             return [ToolCall("", error=f"the tool call cannot be read ({type(error).__name__}: {error})")]
-        return [_call(each) for each in read.tool_calls]
+        calls = []
+        for found in read.tool_calls:
+            status = found.status.value
+            if status in ("ok", "unknown_tool"):
+                calls.append(ToolCall.of(found.name, found.arguments, found.id))
+                continue
+            fault = "valid JSON" if status == "invalid_json" else "complete: it lacks its name, or a tag"
+            calls.append(ToolCall(found.name or "", error=f"the tool call is not {fault}"))
+        return calls
 
     def framed(self, before: Sequence[int], turn: Sequence[int], answers: Answers) -> list[int]:
         """See :class:`Reader`."""
@@ -161,30 +162,21 @@ class FamilyReader(Reader):
         return list(bridged.token_ids[len(known) :])
 
 
-def _call(found: Any) -> ToolCall:
-    """Returns a call that a renderer found."""
-    status = found.status.value
-    if status in ("ok", "unknown_tool"):
-        return ToolCall.of(found.name, found.arguments, found.id)
-    fault = "valid JSON" if status == "invalid_json" else "complete: it lacks its name, or a tag"
-    return ToolCall(found.name or "", error=f"the tool call is not {fault}")
-
-
 def find_format(name: str, module: ModuleType | None = None, where: str = "tools.format") -> Format | str:
     """Returns a class of the user's file, built, or a name that :func:`find_reader` knows; else a ConfigError."""
-    known = [AUTO, "hermes", *_families()]
+    known = [AUTO, HERMES, *_families()]
     if name in known and not hasattr(module, name):
         return name
     if module is None:
         hint = nearest(name, known) or f"; give one of {', '.join(known)}, or tools.path too."
         raise ConfigError(f"{where}: there is no format '{name}'{hint}")
     kind: Any = pick(module, name, where)
-    if not callable(getattr(kind, "parse", None)):
-        raise ConfigError(f"{where}: '{name}' has no method parse(text) that returns a list of ToolCall.")
     try:
         built: Format = kind()
     except Exception as error:
         raise ConfigError(f"{where}: '{name}' cannot be built: {describe(error)}.") from error
+    if not callable(getattr(built, "parse", None)):
+        raise ConfigError(f"{where}: '{name}' has no method parse(text) that returns a list of ToolCall.")
     return built
 
 
@@ -205,22 +197,19 @@ def find_reader(
     """
     if not isinstance(how, str):
         return Reader(tokenizer, how)
-    if how == "hermes":
-        return Reader(tokenizer, Hermes())
-    renderer = _rendering(_families() if how == AUTO else [how], tokenizer, schemas, options)
-    if renderer is None and how == AUTO:
-        logger.info("tools.format=auto: the chat template is of no known family; calls are read as those of hermes.")
-        template = str(tokenizer.chat_template)
-        return Reader(tokenizer, Hermes(), guessed="<tool_call>" not in template or "<function=" in template)
     try:
-        renderer = renderer or _renderer(how, tokenizer, options)
+        renderer = None
+        if how != HERMES:
+            renderer = _alike(_families() if how == AUTO else [how], tokenizer, schemas, options)
+        if renderer is None and how not in (AUTO, HERMES):
+            renderer = _renderer(how, tokenizer, options)
     except Exception as error:  # of the library, from a tokenizer that it was not made for
         raise ModelError(f"tools.format={how}: the model's tokenizer does not fit ({error}).") from error
-    logger.info(f"tools.format={how}: calls are read as those of {renderer.config.name}.")
-    return FamilyReader(tokenizer, renderer, schemas)
+    logger.info(f"tools.format={how}: calls are read as those of {renderer.config.name if renderer else HERMES}.")
+    return Reader(tokenizer, Hermes()) if renderer is None else FamilyReader(tokenizer, renderer, schemas)
 
 
-def _rendering(
+def _alike(
     names: Sequence[str], tokenizer: Any, schemas: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> Any:
     """Returns the first renderer that renders a chat as the model's template does; None if none does."""
@@ -239,12 +228,8 @@ def _rendering(
                 found = _renderer(name, tokenizer, {**more, **options})
                 if list(found.render_ids(chat, **how)) == wanted:
                     return found
-            except (AssertionError, ValueError, ModelError):  # the tokenizer lacks the family's tokens
-                break
-            except Exception as error:
-                logger.warning(
-                    f"tools.format: it cannot be told whether the chat template is that of {name} ({error})."
-                )
+            except Exception as error:  # the tokenizer lacks the family's tokens, or the family these options
+                logger.debug(f"tools.format: the chat template is not that of {name} ({error})")
                 break
     return None
 

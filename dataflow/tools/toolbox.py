@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from loguru import logger
 
@@ -60,11 +60,6 @@ class Toolbox:
         _ = self.tools, self.how
         return self
 
-    def check_model(self) -> Toolbox:
-        """Checks that calls can be read and answers framed; returns itself."""
-        _ = self.reader
-        return self
-
     @cached_property
     def _module(self) -> ModuleType | None:
         return load_file(self.path, self._where) if self.path else None
@@ -103,11 +98,6 @@ class Toolbox:
             raise ModelError(f"model.path={self.model}: {what}; give the model one that has them.")
         return reader
 
-    @property
-    def guessed(self) -> bool:
-        """Whether the chat template describes the tools, but nothing shows how the model writes its calls."""
-        return self.reader.guessed and self._described
-
     @cached_property
     def _described(self) -> bool:
         chat = [{"role": "user", "content": "?"}]
@@ -127,7 +117,7 @@ class Toolbox:
             DataError: a prompt becomes too long, or its ``tools_kwargs`` do not fit the tools.
             ModelError: as of :attr:`reader`.
         """
-        self.check_model()
+        _ = self.reader
         extras = prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)
         for group, extra in zip(prompts.ids, extras, strict=True):
             given = tools_kwargs(extra)
@@ -177,13 +167,6 @@ class Toolbox:
                 watch.close()
 
 
-class Answer(NamedTuple):
-    """The result of a call: a text for the model, and whether it is an error."""
-
-    text: str
-    failed: bool = False
-
-
 class ToolCaller:
     """Calls tools on the running event loop, sync ones in threads."""
 
@@ -194,9 +177,10 @@ class ToolCaller:
 
     def state(self, extra_info: Any) -> ToolState:
         """Returns the tools in a conversation, from its row's ``extra_info``."""
-        return ToolState(self, tools_kwargs(extra_info))
+        return ToolState(self, extra_info)
 
     async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
+        """Calls a tool within its time-out."""
         return await self._calls.run(function, keywords, self.box.timeout)
 
     async def apart(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -213,14 +197,19 @@ class ToolCaller:
 
 
 class ToolState:
-    """The tools in one conversation: the sample's arguments by tool, and the instance of each class."""
+    """The tools in one conversation: the sample's arguments by tool, and the instance of each class.
 
-    def __init__(self, caller: ToolCaller, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        self._caller, self._kwargs = caller, kwargs
+    Args:
+        caller: calls them.
+        extra_info: of the sample's row.
+    """
+
+    def __init__(self, caller: ToolCaller, extra_info: Any) -> None:
+        self._caller, self._kwargs = caller, tools_kwargs(extra_info)
         self._instances: dict[str, asyncio.Future[Any]] = {}
 
-    async def answer(self, call: ToolCall) -> Answer:
-        """Calls a tool and returns the text for the model; a failure of the call is such a text, too."""
+    async def answer(self, call: ToolCall) -> tuple[str, bool]:
+        """Calls a tool; returns the text for the model, and whether it is an error, as that of a failed call."""
         box, failed = self._caller.box, True
         try:
             result = await self._result(call, box.tools)
@@ -232,7 +221,7 @@ class ToolState:
         except Exception as error:
             message = message_of(error)
             text = f"error: {type(error).__name__}{': ' + message if message else ''}"
-        return Answer(cut(text, box.longest, box.side), failed)
+        return cut(text, box.longest, box.side), failed
 
     async def _result(self, call: ToolCall, tools: Mapping[str, Tool]) -> Any:
         if call.error is not None:

@@ -213,21 +213,13 @@ def test_options_of_the_template_are_the_renderer_s(thinking: bool) -> None:
     assert tokenizer.decode(framed) == wanted + ("" if thinking else "<think>\n\n</think>\n\n")
 
 
-def test_it_is_known_whether_a_format_is_guessed(warned: list[str]) -> None:
-    for template, guessed in (
-        ("{{ tools }}", True),
-        ("<tool_call><function={{ tools }}", True),
-        ("<tool_call>{{ tools }}", False),
-    ):
-        reader = find_reader("auto", tokenizer_of([], PLAIN + template), [SCHEMA], {})
-        assert (type(reader), reader.guessed) == (Reader, guessed), template
-    assert not find_reader("hermes", tokenizer_of([], PLAIN + "{{ tools }}"), [SCHEMA], {}).guessed
+def test_a_template_of_no_family_is_read_as_hermes(warned: list[str]) -> None:
+    assert type(find_reader("auto", tokenizer_of([], PLAIN + "{{ tools }}"), [SCHEMA], {})) is Reader
     assert warned == [], "a tokenizer that is not of a family is no fault"
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     find_reader("auto", tokenizer_of([], refusing + PLAIN), [SCHEMA], {})
     (said,) = warned
-    assert said.startswith("tools.format: the chat template does not render a chat with a system message (")
-    assert "no system role" in said
+    assert "does not render a chat with a system message (no system role)" in said
 
 
 def test_a_family_that_the_tokenizer_is_not_of() -> None:

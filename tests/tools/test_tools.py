@@ -134,7 +134,7 @@ def answers(box: Toolbox, *calls: ToolCall, kwargs: Any = None) -> list[tuple[st
             own = caller.state({"tools_kwargs": kwargs})
             found = await asyncio.gather(*(own.answer(call) for call in calls))
             await own.close()
-            return [(answer.text, answer.failed) for answer in found]
+            return found
 
     return run(body())
 
@@ -234,8 +234,8 @@ def test_a_format_of_the_users_own(file: str) -> None:
     assert box.how.parse("HEY") == [ToolCall("plain", {"x": 1})]
     with pytest.raises(ConfigError, match=r"tools.format=Shuot: it has no 'Shuot'; did you mean 'Shout'"):
         Toolbox(path=file, format="Shuot").check()
-    with pytest.raises(ConfigError, match=r"'plain' has no method parse\(text\)"):
-        Toolbox(path=file, format="plain").check()
+    with pytest.raises(ConfigError, match=r"'Die' has no method parse\(text\)"):
+        Toolbox(path=file, format="Die").check()
     with pytest.raises(ConfigError, match=r"there is no format 'hermse'; did you mean 'hermes'"):
         find_format("hermse")
 

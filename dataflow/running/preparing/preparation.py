@@ -54,7 +54,6 @@ from dataflow.system.extras import mismatched, not_installed
 
 if TYPE_CHECKING:
     from dataflow.data.prompts import Problems, PromptSource
-    from dataflow.tools import Toolbox
 
 _STAND_IN = ("latency", "time_scale")
 """Keys of the judge's stand-in, which recipes and scripts set for whatever scores."""
@@ -108,7 +107,6 @@ class Preparation:
         self._progress, self._patience_s = progress, patience_s
         self._problems: tuple[Problems, Problems] | None = None
         self._sources: tuple[PromptSource, PromptSource] | None = None
-        self._toolbox: Toolbox | None = None
         self._need: Need | None = None
 
     @property
@@ -362,9 +360,11 @@ class Preparation:
         from dataflow.tools import toolbox_of
 
         assert self._problems is not None
+        schemas = None
         if config.tools.offered:
-            self._toolbox = toolbox_of(config).check_model()
-        schemas = None if self._toolbox is None else self._toolbox.schemas
+            tools = toolbox_of(config)
+            _ = tools.reader  # calls can be read, and answers be framed
+            schemas = tools.schemas
         self._sources = train, held_out = load_prompts(config, *self._problems, schemas)
         found = {"model.path": tokenizer_sha256(str(config.model.path))}
         found["data.train"], found["data.train token ids"] = train.digests()
@@ -408,12 +408,6 @@ class Preparation:
                     f"data.apply_chat_template_kwargs.{name} has no effect: the chat template of model.path={model} "
                     "does not read it; leave it out, or take a model whose template does."
                 )
-        if self._toolbox is not None and self._toolbox.guessed:
-            yield (
-                "tools.format=auto: the chat template describes the tools, but does not show how the model writes its "
-                "calls; they are read as those of hermes, and calls in another form count as answers: give "
-                "tools.format."
-            )
         if config.val.every and config.data.val is None and config.data.train is not None:
             yield (
                 "data.val: no file is given, so that evaluations use generated word problems, not problems like those "
