@@ -130,8 +130,8 @@ class Imported:
         for title, texts in parts.items():
             lines += ["", f"{title}:", *(f"  {text}." for text in texts)] if texts else []
         head = ["#!/usr/bin/env bash", *(f"# {_printable(line)}".rstrip() for line in lines)]
-        words = [f"dataflow run {shlex.quote(self.pipeline)}", *map(shlex.quote, self.arguments), '"$@"']
-        return "\n".join([*head, *map(_unless_given, self._asked()), " \\\n    ".join(words)]) + "\n"
+        words = [*map(shlex.quote, self.arguments), *map(_shell, self._asked()), '"$@"']
+        return "\n".join([*head, " \\\n    ".join([f"dataflow run {shlex.quote(self.pipeline)}", *words])]) + "\n"
 
 
 def _argument(key: str, value: Any) -> str:
@@ -141,14 +141,6 @@ def _argument(key: str, value: Any) -> str:
 def _printable(text: str) -> str:
     text = MARK.sub(r"$\1", text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _unless_given(argument: str) -> str:
-    """Returns the line of the script that asks for a key, unless one behind the script's name gives it."""
-    key = argument.partition("=")[0]
-    keys = [key, *(long for long, short in _SHORT.items() if short == key)]
-    patterns = "|".join(f'*" {each}="*' for each in keys)
-    return f"""case " $*" in {patterns}) ;; *) set -- {_shell(argument)} "$@" ;; esac"""
 
 
 def _shell(text: str) -> str:

@@ -30,7 +30,6 @@ _PROGRAMS = ("basename", "cut", "date", "dirname", "expr", "seq", "tr")
 # VALUE_line_process mark the output of commands. Any command succeeds, but Python without an output asks whether a
 # package is installed, such as that of another accelerator.
 _PRELUDE = r"""
-[ "${BASH_VERSINFO[0]}" -ge 4 ] || exit 4
 for _name in $_unset; do [ -n "${!_name+x}" ] || export "$_name=%%$_name%%"; done
 enable -n . source exec kill
 command_not_found_handle() {
@@ -103,7 +102,7 @@ def launch_of(text: str, path: Path, arguments: Sequence[str], environment: Mapp
         environment: likewise.
 
     Raises:
-        ConfigError: there is no launch of ``verl.trainer.main_ppo``, or several; or there is no bash.
+        ConfigError: there is no launch of ``verl.trainer.main_ppo``, or several.
     """
     found, said = _launches(_neutral(text), path, arguments, environment)
     if not found:  # the files that it looks for may be on the machine of the launch
@@ -146,9 +145,6 @@ def _launches(
     text: str, path: Path, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[tuple[int, list[str]]], str]:
     """Returns the arguments of each launch with its line, and the last error of bash."""
-    bash = shutil.which("bash")
-    if bash is None:
-        raise ConfigError(f"{path.name}: scripts are read by bash, which is not on the PATH; install it, or {PRINTED}.")
     own = ("BASH_", "ENV", "SHELLOPTS", "BASHOPTS", "PATH")
     kept = {key: value for key, value in environment.items() if not key.startswith(own)}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as noted:
@@ -161,7 +157,7 @@ def _launches(
                 (programs / name).symlink_to(program)
         kept |= {"PATH": str(programs), "BASH_ENV": str(prelude), "_unset": _unset(text), "_script": str(path)}
         process = subprocess.Popen(
-            [bash, "-r", str(script), *arguments],
+            [shutil.which("bash") or "/bin/bash", "-r", str(script), *arguments],
             env=kept | {"_launches": str(noted.fileno())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,  # one pipe for both, which every process of the script holds until its end
@@ -178,8 +174,6 @@ def _launches(
                     f"{path.name} does not end within {_TIMEOUT_S:g} s, without the programs that it waits for; write "
                     f"the launch out, or {PRINTED}."
                 ) from error
-        if process.returncode == 4 and not output:
-            raise ConfigError(f"{path.name}: {bash} is older than bash 4; install a newer one, or {PRINTED}.")
         noted.seek(0)
         words = noted.read().decode(errors="replace").split("\0")
         said = [line for line in output.decode(errors="replace").splitlines() if line.startswith(f"{script}: line ")]
@@ -188,11 +182,8 @@ def _launches(
     while len(words) > 2:
         count, line = int(words[0]), int(words[1])
         command, words = words[2 : 2 + count], words[2 + count :]
-        inner = next((word for word in command if " " in word.strip() and main_of(word.split()) is not None), None)
         if (at := main_of(command)) is not None:
             found.append((line, command[at + 1 :]))
-        elif inner is not None:  # bash -c "..."
-            found += [(line, each) for _, each in _launches(_neutral(inner), path, arguments, environment)[0]]
     return found, last
 
 

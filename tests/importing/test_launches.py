@@ -16,7 +16,6 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.errors import ConfigError
 from dataflow.importing.command import import_launch
 from dataflow.importing.imported import Imported
-from dataflow.importing.script import mark
 from dataflow.importing.settings import defaults, of_launch
 from dataflow.rewards.gsm8k import VERLS_STRICT
 from pipelines import gsm8k_grpo, ppo_critic
@@ -318,17 +317,3 @@ def test_what_only_the_training_machine_has_is_left_to_its_shell(rows: Path) -> 
     assert (config.data.train, config.model.path) == (["/my data/a.parquet", "/my data/b.parquet"], "/q")
     assert (config.data.prompts, config.trainer.lr, config.trainer.world_size) == (64, 1e-5, 8)
     assert config.custom_reward_function.path == "/c/score.py"
-
-
-def test_a_key_behind_the_script_gives_what_is_missing(rows: Path) -> None:
-    found = imported(GRPO, rows, "data.train_files=/elsewhere/train.parquet", "trainer.v1.trainer_mode=$MODE")
-    found.open["data.train"] = f"{mark('DATA')}/train.parquet"
-    found.missing["policy.preset"] = "of the launch"
-    path, given = rows.parent / "new.sh", ["steps=100", "data.train=/my data", "policy=both"]
-    assert said(found, path, *given) == (0, [found.pipeline, *found.arguments, *given, "more=1"])
-    for preset in ("policy", "policy.preset"):
-        assert said(found, path, *given[:2], f"{preset}=both")[0] == 0
-    for left_out in given:
-        others = [each for each in given if each != left_out]
-        assert said(found, path, *others, "warmup.steps=7", "x_steps=7")[0] != 0, left_out
-    assert said(found, path, *given[1:], STEPS="7")[1][-4:] == ["steps=7", *given[1:], "more=1"]

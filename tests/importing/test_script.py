@@ -33,7 +33,6 @@ def launched(text: str, *given: str, **environment: str) -> Launch:
         ("set -euo pipefail\ncd /x || exit\nsource /opt/env.sh && conda activate x\nLAUNCH a=$(pwd)", ["a=/x"]),
         ('cd "$(dirname "${BASH_SOURCE[0]}")/.."\nLAUNCH a=$PWD b=$0', ["a=/", "b=/here/run.sh"]),
         ("f() { LAUNCH a=1 \"$@\"; }\nf b=2", ["a=1", "b=2"]),
-        ("bash -c 'LAUNCH a=1 b=$X'", ["a=1", "b=7"]),
         ("CMD=\"LAUNCH a=1\"\neval $CMD", ["a=1"]),
         ("A=(x 'y z')\nA+=(w)\nLAUNCH \"${A[@]}\" n=${#A[@]} $((X * 2))", ["x", "y z", "w", "n=3", "14"]),
         ("M=org/Qwen-7B\nif [[ $M == */Qwen* ]]; then T=2; fi\nLAUNCH ${M##*/} t=$T ${U:-8} \"a=['x', \\\"y\\\"]\"",

@@ -14,12 +14,6 @@ from dataflow.config.keys import yaml_values
 
 ACTOR, CRITIC = "actor_rollout_ref.actor.", "critic."
 _SECTIONS = ("actor_rollout_ref", "global_profiler", "ray_kwargs", "reward_model")
-_COMMON = {
-    "batch_size": "data.prompts", "train_batch_size": "data.prompts", "epochs": "steps", "num_epochs": "steps",
-    "num_train_epochs": "steps", "max_steps": "steps", "learning_rate": "trainer.lr", "num_generations": "engine.n",
-    "gpus": "trainer.world_size", "num_gpus": "trainer.world_size",
-}  # fmt: skip
-"""What other trainers call a key."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ def moved(key: str) -> str | None:
 
 
 def hint(key: str, critic: bool = False) -> str | None:
-    """Returns the name of another program's key here, as part of a message; None for a key that is not verl's.
+    """Returns the name of a verl key here, as part of a message; None for a key that is not verl's.
 
     Args:
         key: as the user wrote it.
@@ -125,8 +119,6 @@ def hint(key: str, critic: bool = False) -> str | None:
     True
     """
     key = key.lstrip("+~")  # Hydra's marks of keys to add or remove
-    if key in _COMMON:
-        return f"it is '{_COMMON[key]}' here."
     section, found = key.partition(".")[0], find(moved(key) or key)
     if not critic and (section == "critic" or (found is not None and (found.ours or "").startswith("critic."))):
         return "this pipeline has no critic; pipelines/ppo_critic.py trains one."

@@ -95,7 +95,3 @@ def test_no_hint_names_a_key_of_another_meaning(key: str, not_named: str) -> Non
 )
 def test_a_misspelt_key_is_named(key: str, named: str) -> None:
     assert f"did you mean '{named}'?" in said(key)
-
-
-def test_what_other_trainers_call_a_key_names_the_one_of_that_meaning() -> None:
-    assert said("max_steps") == "unknown key 'max_steps'; it is 'steps' here."
