@@ -18,8 +18,7 @@ from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.config.training import toy_trainer
 from dataflow.graph import Pipeline
-from dataflow.running.recipe import actor_stage, recipe_pipeline
-from dataflow.running.sampling import rollout_stages
+from dataflow.running.recipe import actor_stage, recipe_pipeline, rollout_stages
 from dataflow.running.services.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.log_prob import log_prob_stages

@@ -23,8 +23,7 @@ from dataflow.config.training import toy_trainer
 from dataflow.graph import Hosted, Pipeline
 from dataflow.models.tokenizer import check_same_tokens
 from dataflow.rewards.gsm8k import compute_score
-from dataflow.running.recipe import actor_stage, recipe_pipeline
-from dataflow.running.sampling import rollout_stages
+from dataflow.running.recipe import actor_stage, recipe_pipeline, rollout_stages
 from dataflow.running.services.hosting import pools_of, rollout_host, trainer_host
 from dataflow.running.services.nodes import shared_files
 from dataflow.running.services.training import check_reader

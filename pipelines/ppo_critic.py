@@ -27,8 +27,7 @@ from dataflow.config.training import CriticConfig, toy_critic, toy_trainer
 from dataflow.graph import Pipeline
 from dataflow.models.directory import check_model
 from dataflow.models.tokenizer import check_same_tokens
-from dataflow.running.recipe import actor_stage, recipe_pipeline
-from dataflow.running.sampling import rollout_stages
+from dataflow.running.recipe import actor_stage, recipe_pipeline, rollout_stages
 from dataflow.running.services.hosting import critic_host, pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.critic import critic_update, values

@@ -25,8 +25,7 @@ from dataflow.config.section import Section
 from dataflow.config.training import toy_trainer
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
-from dataflow.running.recipe import actor_stage, recipe_pipeline
-from dataflow.running.sampling import rollout_stages
+from dataflow.running.recipe import actor_stage, recipe_pipeline, rollout_stages
 from dataflow.running.services.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.combine import combine_stage

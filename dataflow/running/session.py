@@ -10,6 +10,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -71,8 +72,6 @@ class Session:
         self.config = self._prepared.config
         self.module = module
         self.progress = progress
-        self.policy = self._prepared.policy
-        self.inputs = self._prepared.inputs
         self._resumes = directory is not None
         self.directory = directory or Path()
         self._lost: RunError | None = None
@@ -200,12 +199,10 @@ class Session:
         # Again, as the judge's address is known now. Of a run that has made its steps the last one's graph says enough.
         graph = self._prepared.expand(min(point.step + 1, self.config.steps) if point else 1)
         options = self.config.policy
-        auto = (
-            AutoPolicy(options, graph, self._prepared.schedule, self.config.optimizer_steps, record)
-            if options.auto
-            else None
-        )
-        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._served, auto)
+        auto = None
+        if options.auto:
+            auto = AutoPolicy(options, graph, self._prepared.schedule, self.config.optimizer_steps, record)
+        attempt = Attempt(self.config, graph, self._prepared.inputs, record, self.progress, self._served, auto)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         try:
             record.open(self._meta())
@@ -244,13 +241,10 @@ class Session:
                 logger.warning(str(second))
 
     def _meta(self) -> dict[str, Any]:
-        given = self.config.policy.preset
+        given, policy = self.config.policy.preset, self._prepared.policy
         return {
-            "policy": given if self.config.policy.auto else name_of(self.policy, self.config.optimizer_steps, given),
-            "split": self.policy.split,
-            "max_staleness": self.policy.max_staleness,
-            "order": self.policy.order,
-            "stream_rollout": self.policy.stream_rollout,
+            "policy": given if self.config.policy.auto else name_of(policy, self.config.optimizer_steps, given),
+            **asdict(policy),
             **(facts_of(self._prepared.schedule) if self.config.policy.auto else {}),
             "steps": self.config.steps,
             "seed": self.config.seed,
@@ -269,7 +263,7 @@ def _interrupt() -> None:
 def prepare_logging() -> None:
     """Makes log lines short; leaves messages of libraries to their own logs."""
     logger.remove()
-    # stderr is looked up for each line: a moving picture replaces it by a stream that writes above the picture.
+    # stderr is looked up for each line: a progress bar replaces it by a stream that writes above the bar.
     # Without diagnose, which shows the values of variables.
     logger.add(lambda line: sys.stderr.write(redact(line)), level="INFO", format="<level>{message}</level>",
                colorize=sys.stderr.isatty(), diagnose=False)  # fmt: skip

@@ -52,10 +52,10 @@ def test_an_attempt_that_fails_leaves_its_record(
 ) -> None:
     run: Any = Session.__new__(Session)
     vars(run).update(
-        _served=None, inputs={}, directory=tmp_path, record=Record(tmp_path),
+        _served=None, directory=tmp_path, record=Record(tmp_path),
         progress=SimpleNamespace(stop=lambda: None, elapsed_s=1.0),
         config=SimpleNamespace(steps=1, policy=SimpleNamespace(auto=False)),
-        _prepared=SimpleNamespace(expand=lambda first: SimpleNamespace(steps=1)),
+        _prepared=SimpleNamespace(inputs={}, expand=lambda first: SimpleNamespace(steps=1)),
         _meta=lambda: {"status": "running", "started": 0.0},
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from dataflow.errors import RewardFailed
 from dataflow.graph import TaskInfo
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.gsm8k import compute_score
-from dataflow.running.sampling import greedy_stages, rollout_stages
+from dataflow.running.recipe import greedy_stages, rollout_stages
 from dataflow.stages.reward import greedy_score, reward_collect, reward_request, val_score
 from dataflow.stages.validate import mean_scores, val_check
 
