@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from dataflow.errors import DataError
@@ -15,21 +15,16 @@ _PICTURES = (".png", ".svg")
 KINDS = (".html", *_PICTURES)
 
 
-def check(out: str | None, *more: str, kinds: Sequence[str] = KINDS) -> None:
-    """Checks that a file can be drawn, before anything is run or written.
-
-    Args:
-        out: its name; None if no file is asked for.
-        more: extensions that are allowed besides ``kinds``.
-        kinds: extensions of pictures and pages.
+def check(out: str | None, *more: str) -> None:
+    """Checks that a file can be drawn, before anything is run or written; None if no file is asked for.
 
     Raises:
-        DataError: the extension is another one, the file cannot be written, or what draws pictures is not installed.
+        DataError: the extension is none of a picture or a page, nor one ``more``, the file cannot be written, or what
+            draws pictures is not installed.
     """
     if out is None:
         return
-    kinds = (*kinds, *more)
-    path = Path(out)
+    kinds, path = (*KINDS, *more), Path(out)
     if path.suffix.lower() not in kinds:
         raise DataError(f"-o {out}: no such kind, '{path.suffix}'; give a name in {', '.join(kinds)}.")
     missing = not_installed("matplotlib") if path.suffix.lower() in _PICTURES else None
@@ -46,12 +41,7 @@ def title_of(run: str) -> str:
     return path.parent.name if name == "trace" else name
 
 
-def draw(
-    traces: Mapping[str, Trace],
-    out: str | Path,
-    title: str | None = None,
-    facts: Facts | None = None,
-) -> None:
+def draw(traces: Mapping[str, Trace], out: str | Path, title: str | None = None, facts: Facts | None = None) -> None:
     """Draws one run or several; the extension of ``out`` selects the kind, see :func:`check`."""
     if Path(out).suffix.lower() == ".html":
         from dataflow.timeline.page import page

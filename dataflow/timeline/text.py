@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError, counted
@@ -49,69 +48,33 @@ def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
     return {stage: named[stage] for stage in stages}
 
 
-class Chart(NamedTuple):
-    """A trace drawn with letters."""
-
-    rows: list[tuple[str, str]]
-    """(name, bars) of each; further lanes of a resource have no name; the last ones may be rewards in flight."""
-    axis: str
-    legend: list[str]
-    letter: dict[str, str]
-    """Of each stage."""
-
-
-def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) -> str:
+def gantt(trace: Trace, width: int = 100) -> str:
     """Returns a title, a row for each lane of each resource, rewards in flight for each agent, an axis and a legend.
 
     A task is drawn as its letter, its step (and part) if they fit, then "="; the GPU's waits as "~"; "/" marks where
-    the run was killed and resumed.
-
-    Args:
-        trace: of one run.
-        width: columns, including the names of the rows.
-        steps: (first, last) to show; all by default.
+    the run was killed and resumed. The text is as wide as ``width`` columns.
     """
     if not trace.spans:
         return f"{title(trace)}\n(no task ran)\n"
-    drawn = chart(trace, width, steps)
-    left = max(len(name) for name, _ in drawn.rows) + 2
-    lines = [title(trace), *(f"{name:<{left}}{bars}" for name, bars in drawn.rows), " " * left + drawn.axis]
-    legend, *more = drawn.legend
-    for word in more:
-        if len(legend) - legend.rfind("\n") + 1 + len(word) > width:
-            legend += f"\n{word}"
-        else:
-            legend += f"  {word}"
-    return "\n".join([*lines, legend]) + "\n"
-
-
-def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Chart:
-    """Draws the rows of :func:`gantt`, which has the same arguments; the trace must have tasks."""
-    begin, end = extent(trace, steps)
-    shown = {name: [s for s in trace.on(name) if s.end >= begin and s.begin <= end] for name in trace.resources}
-    bars = [(name if i == 0 else "", lane) for name, on in shown.items() for i, lane in enumerate(lanes(on))]
-    near = [mark for mark in trace.marks if mark.begin < mark.end and mark.end > begin and mark.begin < end]
-    agents = [name for name in trace.resources if any(mark.resource == name for mark in near)]
-    flights = {
-        f"{agent} in flight" if len(agents) > 1 else "in flight": in_flight(m for m in near if m.resource == agent)
-        for agent in agents
-    }
-    columns = max(10, width - max(len(name) for name in [*(name for name, _ in bars), *flights]) - 2)
+    begin, end = extent(trace)
+    bars = [(name if i == 0 else "", lane) for name in trace.resources for i, lane in enumerate(lanes(trace.on(name)))]
+    flights = {name: in_flight(m for m in trace.marks if m.resource == name) for name in trace.resources}
+    flights = {name: levels for name, levels in flights.items() if levels}
+    rows = {name: f"{name} in flight" if len(flights) > 1 else "in flight" for name in flights}
+    left = max(len(name) for name in [*(name for name, _ in bars), *rows.values()]) + 2
+    columns = max(10, width - left)
     scale = columns / (end - begin) if end > begin else 0.0
 
     def column(time: float) -> int:
         return min(columns, max(0, round((time - begin) * scale)))
 
-    gaps = [gap for gap in trace.gaps if begin < gap.at < end]
-
-    def marked(row: Sequence[str]) -> str:
+    def line(name: str, row: Sequence[str]) -> str:
         cells = list("".join(row).ljust(columns))
-        for gap in gaps:
+        for gap in trace.gaps:
             cells[min(columns - 1, column(gap.at))] = _GAP
-        return "".join(cells).rstrip()
+        return f"{name:<{left}}{''.join(cells).rstrip()}"
 
-    letter = letters(*looks([trace]))
-    drawn: list[tuple[str, str]] = []
+    letter, lines = letters(*looks([trace])), [title(trace)]
     for name, lane in bars:
         cells = [" "] * columns
         for wait in exposed_waits(trace, name) if name in POOLS else ():
@@ -125,21 +88,22 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
             a = min(column(span.begin), columns - 1)
             if column(span.end) <= a and cells[a] == " ":
                 cells[a] = letter[span.stage]
-        drawn.append((name, marked(cells)))
-    for name, levels in flights.items():
+        lines.append(line(name, cells))
+    legend = [f"{letter[stage]} {stage}" for stage in trace.stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
+    for agent, levels in flights.items():
         most, highest = max(level for _, level in levels), [0] * columns
         for (time, level), (until, _) in zip(levels, [*levels[1:], (end, 0)], strict=True):
             a, b = max(0, math.floor((time - begin) * scale)), min(columns, math.ceil((until - begin) * scale))
             highest[a:b] = [max(level, other) for other in highest[a:b]]
         # In eighths of the run's maximum.
-        drawn.append((name, marked([_BARS[math.ceil(n / most * len(_BARS)) - 1] if n else " " for n in highest])))
-    ran = {span.stage for on in shown.values() for span in on}
-    legend = [f"{letter[s]} {s}" for s in trace.stages if s in ran] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
-    for agent, levels in zip(agents, flights.values(), strict=True):
-        of = f" of {agent}" if len(agents) > 1 else ""
-        legend.append(f"█ {max(level for _, level in levels)} rewards{of} in flight")
-    legend += [f"{_GAP} {gap.words}" for gap in gaps]
-    return Chart(drawn, marked([_axis(end - begin, columns)]), legend, letter)
+        lines.append(line(rows[agent], [_BARS[math.ceil(n / most * len(_BARS)) - 1] if n else " " for n in highest]))
+        legend.append(f"█ {most} rewards{f' of {agent}' if len(flights) > 1 else ''} in flight")
+    lines.append(line("", _axis(end - begin, columns)))
+    words, *more = [*legend, *(f"{_GAP} {gap.words}" for gap in trace.gaps)]
+    for word in more:
+        fits = len(words) - words.rfind("\n") + 1 + len(word) <= width
+        words += f"  {word}" if fits else f"\n{word}"
+    return "\n".join([*lines, words]) + "\n"
 
 
 def title(trace: Trace) -> str:
@@ -213,12 +177,9 @@ def named(traces: Mapping[str, Trace] | Trace, what: str) -> dict[str, Trace]:
     return runs
 
 
-def extent(trace: Trace, steps: tuple[int, int] | None = None) -> tuple[float, float]:
-    """Returns (begin, end) in seconds of the whole trace, or of the training tasks of the given steps."""
-    chosen = trace.spans
-    if steps is not None:
-        chosen = [s for s in trace.spans if steps[0] <= s.step <= steps[1] and not s.optional] or chosen
-    begin, end = min((s.begin for s in chosen), default=0.0), max((s.end for s in chosen), default=0.0)
+def extent(trace: Trace) -> tuple[float, float]:
+    """Returns (begin, end) in seconds of the whole trace."""
+    begin, end = min((s.begin for s in trace.spans), default=0.0), max((s.end for s in trace.spans), default=0.0)
     # A time axis shorter than a nanosecond cannot be drawn.
     return begin, end if end - begin >= 1e-9 else begin
 
