@@ -17,7 +17,6 @@ from pydantic import (
 )
 
 from dataflow.algorithms import ESTIMATORS, LOSSES, PRESETS, SUMS_SQUARES, check_rejection, check_threshold
-from dataflow.config.keys import yaml_values
 from dataflow.config.section import Fraction, Section, Share, Text, Texts, one_of
 from dataflow.errors import ConfigError
 
@@ -197,11 +196,6 @@ class AlgorithmConfig(Section):
     def corrects(self) -> bool:
         """Whether the rollout is corrected before the update; with bypass_mode the loss does it."""
         return not self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None)
-
-    def preset_keys(self) -> list[str]:
-        """Returns the keys that have the preset's values, as ``key=value``."""
-        sets = PRESETS[self.preset] if self.preset is not None else {}
-        return [f"{key}={yaml_values.inline(value)}" for key, value in sets.items() if getattr(self, key) == value]
 
     @staticmethod
     def without_preset(values: Mapping[str, Any], preset: str) -> dict[str, Any]:

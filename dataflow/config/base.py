@@ -208,10 +208,6 @@ class BaseConfig(Section):
         """How often the run restarts from its last checkpoint after a service died."""
         return 2
 
-    def remarks(self) -> list[str]:
-        """Returns lines that explain the configuration to who reads its file."""
-        return []
-
     def job(self) -> dict[str, Any]:
         """Returns what a plan must know of a run besides its pipeline, JSON-able."""
         return {"prompts": self.step_groups, "mini_batches": self.optimizer_steps}
@@ -274,6 +270,5 @@ def values_of(config: BaseConfig) -> dict[str, Any]:
 
 
 def dump_yaml(config: BaseConfig) -> str:
-    """Returns the configuration of :func:`values_of` as YAML, its secrets masked, with its remarks as comments."""
-    remarks = "".join(f"# {line}\n" for line in config.remarks())
-    return remarks + yaml_values.dump(redact_values(values_of(config)))
+    """Returns the configuration of :func:`values_of` as YAML, its secrets masked."""
+    return yaml_values.dump(redact_values(values_of(config)))

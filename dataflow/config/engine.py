@@ -9,9 +9,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from dataflow.config.section import Fraction, Section, Text, Texts
 from dataflow.errors import ConfigError
 
-_OF_SERVERS = ("urls", "api_key_env", "request_timeout", "request_tries", "server_wait", "weights_dir")
-_OF_ENGINES = ("replicas", "tensor_parallel", "kv_cache_gb", "gpu_memory")
-
 
 class EngineConfig(Section):
     """Rollout: how responses are sampled."""
@@ -58,14 +55,11 @@ class EngineConfig(Section):
     """How often the engine may be rebuilt after its process died; lost samples are then repeated."""
 
     @model_validator(mode="after")
-    def _keys_of_servers(self) -> EngineConfig:
+    def _servers_have_addresses(self) -> EngineConfig:
         from dataflow.engines.http.server import check_urls
 
         if self.rollout == "http":
             check_urls(self.urls)
-        http = self.rollout == "http"
-        why = "is a setting of the servers themselves" if http else "has no effect without engine.rollout=http"
-        for key in _OF_ENGINES if http else _OF_SERVERS:
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise ConfigError(f"engine.{key} {why}; leave it out.")
+        elif self.urls:
+            raise ConfigError("engine.urls has no effect without engine.rollout=http; leave it out.")
         return self

@@ -1,12 +1,10 @@
-"""The configuration of a run: a pydantic model per section, and the whole configuration as YAML.
+"""The configuration of a run that trains a language model: a pydantic model per section.
 
-A pipeline file defines a ``Config`` that derives from :class:`RunConfig` and may add keys or other defaults. An invalid
-key or value is a ConfigError: one sentence that names both.
+A pipeline file defines a ``Config`` that derives from :class:`RunConfig` and may add keys or other defaults.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -26,6 +24,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, PolicyConfig, dump_yaml, values_of
 from dataflow.config.engine import EngineConfig
 from dataflow.config.keys import verl_keys
+from dataflow.config.keys.nested import at
 from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
 from dataflow.config.reward import (
@@ -205,11 +204,6 @@ class RunConfig(BaseConfig):
     def recoveries(self) -> int:
         return self.trainer.restarts
 
-    def remarks(self) -> list[str]:
-        """See :meth:`BaseConfig.remarks`: which keys the preset of the algorithm set."""
-        keys = self.algorithm.preset_keys()
-        return [f"algorithm.preset={self.algorithm.preset} set {', '.join(keys)}"] if keys else []
-
     def job(self) -> dict[str, Any]:
         """See :meth:`BaseConfig.job`."""
         main, *others = sources_of(self)
@@ -235,10 +229,7 @@ class RunConfig(BaseConfig):
         if self.engine.rollout != "http":
             return self
         if self.placement == "colocated" and "placement" in self.model_fields_set:
-            raise ConfigError(
-                "placement=colocated: the servers of engine.rollout=http do not share the trainer's GPUs; give "
-                "placement=disaggregated, or leave it out."
-            )
+            raise ConfigError("placement=colocated: servers of engine.rollout=http have other GPUs; leave it out.")
         self.placement = "disaggregated"
         return self
 
@@ -264,15 +255,10 @@ class RunConfig(BaseConfig):
 
     def _check_unread(self) -> None:
         for key, instead in self.unread.items():
-            *path, name = key.split(".")
-            section = functools.reduce(getattr, path, self)
-            value = getattr(section, name)
-            default = type(section).model_fields[name].get_default(call_default_factory=True)
-            if value == default:
-                continue
-            if isinstance(value, Section):
-                key += next(f".{n}" for n in type(value).model_fields if getattr(value, n) != getattr(default, n))
-            raise ConfigError(f"{key} has no effect in this pipeline: {instead}; leave it out.")
+            section, _, name = key.rpartition(".")
+            held = at(self, section) if section else self
+            if getattr(held, name) != type(held).model_fields[name].get_default(call_default_factory=True):
+                raise ConfigError(f"{key} has no effect in this pipeline: {instead}; leave it out.")
 
     def _check_estimator(self) -> None:
         n, estimator = self.engine.n, self.algorithm.adv_estimator

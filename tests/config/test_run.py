@@ -214,7 +214,7 @@ def test_dynamic_sampling_that_could_leave_nothing_out_is_refused(overrides: lis
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator has no effect in this pipeline: the advantage of a"),
         ("algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss adds a KL term to the loss; leave it out."),
         ("custom_reward_function.path=own.py", "it has no reward agent; leave it out."),
-        ("reward.rpm=5", "reward.rpm has no effect in this pipeline: it has no reward agent"),
+        ("reward.rpm=5", "reward has no effect in this pipeline: it has no reward agent"),
         ("samples.every=5", "samples.every has no effect in this pipeline: it keeps no samples"),
     ],
 )
