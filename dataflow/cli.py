@@ -73,7 +73,7 @@ def _trains(options: argparse.Namespace) -> bool:
     if options.command == "compare":
         return bool(options.runs[0].endswith(_FILES))
     if options.command == "run":
-        return not options.keys and all(text.replace(" ", "").lower() != "dry=true" for text in options.overrides)
+        return not options.keys and not is_dry(options.overrides)[0]
     return bool(options.command == "resume")
 
 
@@ -213,18 +213,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def is_dry(arguments: Sequence[str]) -> tuple[bool, list[str]]:
-    """Returns whether ``dry=true`` is the last such key among ``key=value`` arguments, and the others.
-
-    Raises:
-        ConfigError: it has another value than true or false.
-    """
-    given = [text for text in arguments if text.partition("=")[0].strip() == "dry"]
-    if not given:
-        return False, list(arguments)
-    value = given[-1].partition("=")[2].strip().lower()
-    if value not in ("true", "false"):
-        raise ConfigError(f"{given[-1]}: give true, to check everything, or false.")
-    return value == "true", [text for text in arguments if text not in given]
+    """Returns whether ``dry=true`` is among ``key=value`` arguments, and the others."""
+    others = [text for text in arguments if text.replace(" ", "").lower() not in ("dry=true", "dry=false")]
+    return any(text.replace(" ", "").lower() == "dry=true" for text in arguments), others
 
 
 def _told(findings: Sequence[Any], as_json: bool) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.api.simulate import simulate
+from dataflow.api import simulate
 from dataflow.cli import main
 from dataflow.config.loading.pipeline_file import pipeline_of
 from dataflow.config.loading.saved import load

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.api.run import resume, run
+from dataflow.api import resume, run
 from dataflow.batch import Batch
 from dataflow.config.base import PipelineConfig
 from dataflow.errors import DataError, RunError, ServiceLost, StageFailed

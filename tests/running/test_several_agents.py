@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataflow.api.run import Run, run
+from dataflow.api import Run, run
 from dataflow.batch import Batch
 from dataflow.cli import main
 from dataflow.config.keys.overrides import parse_overrides

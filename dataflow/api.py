@@ -1,4 +1,4 @@
-"""What the commands do, as calls: runs a pipeline from its file or made in Python, resumes, checks and plans."""
+"""What the command line does, as calls: run, check, resume, simulate and plan; and a trace that can be saved."""
 
 from __future__ import annotations
 
@@ -12,19 +12,94 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dataflow.api.trace import Trace
 from dataflow.config.keys.nested import flat
-from dataflow.errors import ConfigError
-from dataflow.graph import Pipeline
+from dataflow.errors import ConfigError, DataError
+from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of, groups_by_index
+from dataflow.graph import Pipeline, Task, TaskGraph
+from dataflow.runner import Runner
 from dataflow.running.preparing.check import Finding
+from dataflow.timeline import spans
 
 if TYPE_CHECKING:
     from dataflow.planning.plan import Plan
     from dataflow.running.resume import Complete
     from dataflow.running.session import Session
 
+__all__ = ["Finding", "Run", "Trace", "check", "plan", "resume", "run", "simulate"]
 Inputs = Mapping[str, Callable[[int], Any]]
 Result = TypeVar("Result")
+
+
+class Trace(spans.Trace):
+    """All spans of a run or of a simulation."""
+
+    @classmethod
+    def load(cls, run: str | Path) -> Trace:
+        """Returns the trace of a run.
+
+        Args:
+            run: its directory, or its ``trace.json``.
+
+        Raises:
+            DataError: there is none, or it cannot be read.
+        """
+        from dataflow.timeline import perfetto
+
+        return cls.of(perfetto.load(str(run)))
+
+    @classmethod
+    def of(cls, trace: spans.Trace) -> Trace:
+        """Returns a trace with the items of another one."""
+        return cls(trace.spans, trace.marks, trace.levels, trace.meta)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the trace; the extension selects the kind.
+
+        Args:
+            path: ``.html`` is an interactive page, ``.png`` and ``.svg`` are pictures, ``.txt`` is a text, and
+                ``.json`` opens in Perfetto, and that of a run of a pipeline file can be planned from. An existing file
+                is replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            DataError: another extension, or the file cannot be written.
+        """
+        from dataflow.files import replaced, unwritable
+        from dataflow.timeline import files, perfetto
+
+        target = Path(path)
+        kinds = (*files.KINDS, ".txt", ".json")
+        if target.suffix.lower() not in kinds:
+            raise DataError(f"save('{path}'): no such kind, '{target.suffix}'; give a name in {', '.join(kinds)}.")
+        if (why := unwritable(target)) is not None:
+            raise DataError(f"save('{path}'): {why}")
+        if target.suffix.lower() == ".json":
+            perfetto.write(self, target)
+        elif target.suffix.lower() == ".txt":
+            with replaced(target) as temporary:
+                temporary.write_text(self.text() + "\n", encoding="utf-8")
+        else:
+            files.draw({target.stem: self}, target)
+        return target
+
+    def text(self, width: int = 100) -> str:
+        """Returns the timeline as text, ``width`` columns wide."""
+        from dataflow.timeline.text import gantt, idle_lines
+
+        return "\n".join([gantt(self, width), *idle_lines(self)])
+
+    def _repr_html_(self) -> str:
+        """Returns the picture of the timeline, and what its GPUs waited for, for notebooks."""
+        from dataflow.drawing.notebook import shown
+        from dataflow.timeline import files
+        from dataflow.timeline.text import idle_lines
+
+        policy = str(self.meta.get("policy") or "timeline")
+        if not self.spans:
+            return shown("no task has ended yet")
+        return shown("\n".join(idle_lines(self)), lambda path: files.draw({policy: self}, path), "timeline")
 
 
 @dataclass(frozen=True)
@@ -89,7 +164,7 @@ def run(
     from dataflow.running.resume import began
     from dataflow.running.session import Session
 
-    arguments = arguments_of(overrides, keys)
+    arguments = _arguments_of(overrides, keys)
     if isinstance(pipeline, Pipeline):
         module = _module(pipeline, inputs or {})
         config = parse_overrides(module.Config, arguments)
@@ -116,7 +191,7 @@ def resume(directory: str | Path, *overrides: str, quiet: bool = True, **keys: A
     from dataflow.running.reporting.progress import Progress
     from dataflow.running.resume import resumed
 
-    return _finish(lambda: resumed(Path(directory), arguments_of(overrides, keys), Progress(quiet=quiet)))
+    return _finish(lambda: resumed(Path(directory), _arguments_of(overrides, keys), Progress(quiet=quiet)))
 
 
 def check(pipeline: str | Path, *overrides: str, **keys: Any) -> list[Finding]:
@@ -133,7 +208,7 @@ def check(pipeline: str | Path, *overrides: str, **keys: Any) -> list[Finding]:
     from dataflow.config.loading.saved import load
     from dataflow.running.dry import dry_run
 
-    return outside_a_loop(lambda: dry_run(partial(load, pipeline), arguments_of(overrides, keys)))
+    return _outside_a_loop(lambda: dry_run(partial(load, pipeline), _arguments_of(overrides, keys)))
 
 
 def plan(source: str | Path, *overrides: str, **keys: Any) -> Plan:
@@ -149,25 +224,25 @@ def plan(source: str | Path, *overrides: str, **keys: Any) -> Plan:
     """
     from dataflow.planning.plan import make_plan
 
-    arguments = arguments_of(overrides, keys)
-    return outside_a_loop(lambda: make_plan(str(source), arguments))
+    arguments = _arguments_of(overrides, keys)
+    return _outside_a_loop(lambda: make_plan(str(source), arguments))
 
 
-def arguments_of(overrides: tuple[str, ...], keys: Mapping[str, Any]) -> list[str]:
+def _arguments_of(overrides: tuple[str, ...], keys: Mapping[str, Any]) -> list[str]:
     """Returns ``key=value`` arguments.
 
     Args:
         overrides: arguments in this form already.
         keys: values by key; a mapping for a section.
 
-    >>> arguments_of(("seed=1",), {"policy": "both", "trainer": {"lr": 1e-4, "betas": (0.9, 0.99)}, "name": None})
+    >>> _arguments_of(("seed=1",), {"policy": "both", "trainer": {"lr": 1e-4, "betas": (0.9, 0.99)}, "name": None})
     ['seed=1', 'policy=both', 'trainer.lr=0.0001', 'trainer.betas=[0.9, 0.99]', 'name=null']
     """
     given = (f"{key}={of if isinstance(of, str) else json.dumps(of, default=str)}" for key, of in flat(keys))
     return [*overrides, *given]
 
 
-def outside_a_loop(work: Callable[[], Result]) -> Result:
+def _outside_a_loop(work: Callable[[], Result]) -> Result:
     """Calls a function; where this thread has an event loop already (a notebook), in a thread of its own."""
     try:
         asyncio.get_running_loop()
@@ -196,4 +271,68 @@ def _finish(begin: Callable[[], Session | Complete]) -> Run:
         summary = session.summary if isinstance(session, Complete) else session.run()
         return Run(session.directory, summary)
 
-    return outside_a_loop(work)
+    return _outside_a_loop(work)
+
+
+class StepSeconds(Costs):
+    """The same seconds for each step of a stage, shared equally by its tasks of the step.
+
+    A stage that collects rewards takes no time of its own: they arrive evenly over its seconds, counted from the end of
+    the request, in the order of the groups. Without a stage that requests, it is a stage like any other.
+
+    Args:
+        graph: whose tasks run.
+        seconds: by stage.
+    """
+
+    def __init__(self, graph: TaskGraph, seconds: Mapping[str, float]) -> None:
+        self._seconds = seconds
+        self._groups = graph.groups or 1
+        self._requests = {s.name for s in graph.pipeline.with_role("requests")}
+        self._requested: dict[int, float] = {}
+
+    def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
+        """See :meth:`Costs.start`."""
+        i, seconds = task.id, self._seconds[task.id.stage]
+        end = now + seconds / i.parts
+        if task.stage.collects:
+            if self._requests:
+                end = max(now, self._requested[i.step] + seconds * (i.part + 1) / i.parts)
+            return End(end, groups=groups_by_index(task, self._groups))
+        if i.stage in self._requests:
+            self._requested.setdefault(i.step, end)
+        return End(end, chunks=chunks_of(task, self._groups, now, end))
+
+
+def simulate(graph: TaskGraph, costs: Costs | Mapping[str, float]) -> Trace:
+    """Runs a task graph on the virtual clock, without calling any stage.
+
+    Args:
+        graph: of :func:`dataflow.expand`.
+        costs: seconds of each stage in one step, all its tasks together; for a stage that collects rewards, the seconds
+            from the request to the last reward of a step alone. Or an object that gives the end of each task.
+
+    Returns:
+        The trace, in seconds from the first task.
+
+    Raises:
+        ConfigError: a stage has no seconds.
+
+    >>> from dataflow import Pipeline, expand, preset, stage
+    >>> @stage(writes="text", on="gpu")
+    ... def write(prompts): ...
+    >>> graph = expand(Pipeline([write], inputs=["prompts"]), preset("baseline", 1), steps=3)
+    >>> simulate(graph, {"write": 2.0}).wall
+    6.0
+    """
+    pipeline = graph.pipeline
+    if not isinstance(costs, Costs):
+        if missing := [s.name for s in pipeline.stages if s.name not in costs]:
+            raise ConfigError(f"simulate: no seconds for stage {', '.join(map(repr, missing))}; give all of a step.")
+        costs = StepSeconds(graph, costs)
+    trace = Trace(meta={"resources": dict(pipeline.resources), "steps": graph.steps, "status": "finished"})
+    trace.meta["job"] = {"pipeline": pipeline.facts()}
+    inputs = dict.fromkeys(pipeline.inputs, lambda _step: None)
+    runner = Runner(graph, VirtualExecutor(costs), inputs=inputs, trace=trace)
+    _outside_a_loop(lambda: asyncio.run(runner.run()))
+    return trace

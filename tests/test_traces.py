@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -42,20 +41,11 @@ def test_a_collector_without_requests_takes_its_seconds() -> None:
     assert trace.wall == pytest.approx(1 + 4 + 1), "the first update hides behind the second half of the scores"
 
 
-def test_seconds_that_are_missing_or_too_many() -> None:
+def test_seconds_that_are_missing() -> None:
     graph = expand(grpo_pipeline(), preset("both", 4), 2, 4, groups=16)
     without = {name: value for name, value in SECONDS.items() if name not in ("rollout", "sync_weights")}
     with pytest.raises(ConfigError, match="no seconds for stage 'rollout', 'sync_weights'"):
         simulate(graph, without)
-    with pytest.raises(ConfigError, match="there is no stage 'rolout'; did you mean 'rollout'"):
-        simulate(graph, {**SECONDS, "rolout": 1.0})
-
-
-@pytest.mark.parametrize("seconds", ["4", None, math.inf, -1.0, math.nan])
-def test_seconds_that_are_none(seconds: object) -> None:
-    graph = expand(grpo_pipeline(), preset("both", 4), 2, 4, groups=16)
-    with pytest.raises(ConfigError, match=r"stage 'rollout' takes .* s; give a finite time of 0 or more"):
-        simulate(graph, {**SECONDS, "rollout": seconds})  # type: ignore[dict-item]
 
 
 def test_a_simulation_cannot_be_planned_from(tmp_path: Path) -> None:
