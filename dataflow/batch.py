@@ -320,13 +320,6 @@ class Batch:
             meta_info=dict(self.meta),
         )
 
-    @staticmethod
-    def from_dataproto(data: DataProto) -> Batch:
-        """Returns a batch from a DataProto whose ``uid`` column holds the group ids."""
-        columns = {**dict(data.batch.items()), **data.non_tensor_batch}
-        groups = [int(g) for g in columns.pop("uid")]
-        return Batch(groups, columns, data.meta_info)
-
 
 def _joined(name: str, parts: Sequence[Columns[Any]], rows: Sequence[int] = ()) -> Any:
     """Returns the rows of a column of all parts, unread if all are; None in the rows of a part that lacks it."""

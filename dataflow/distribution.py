@@ -97,50 +97,36 @@ def parse_distribution(text: str | float, what: str = "latency", folder: Path | 
     >>> parse_distribution("2.5").mean
     2.5
     """
-    word, *rest = str(text).strip().split(":")
     where = f"{what} '{text}'"
-    if not rest and (value := _number(word)) is not None:
-        if value < 0:
-            raise ConfigError(f"{where} is negative; give seconds of 0 or more.")
-        return Distribution("constant", value)
-    if word not in _FORMS:
+    word, _, rest = str(text).strip().partition(":")
+    if word == "empirical":
+        return Distribution("empirical", values=_measured(where, (folder or Path()) / rest))
+    try:
+        a, b = map(float, rest.split(":")) if word in _FORMS else (float(str(text)), 0.0)
+    except ValueError as error:
         *forms, last = _FORMS.values()
         hint = nearest(word, _FORMS) or f"; give a number of seconds, {', '.join(forms)} or {last}."
-        raise ConfigError(f"{where}: no distribution is named '{word}'{hint}")
-    if word == "empirical":
-        if not any(rest):
-            raise ConfigError(f"{where} names no file; write {_FORMS[word]}, of a file with a number a line.")
-        return Distribution("empirical", values=_measured(where, (folder or Path()) / ":".join(rest)))
-    numbers = [number for part in rest if (number := _number(part)) is not None]
-    if len(rest) != 2 or len(numbers) != 2:
-        raise ConfigError(f"{where} is not of the form {_FORMS[word]} (finite numbers).")
-    a, b = numbers
+        if word in _FORMS:
+            raise ConfigError(f"{where} is not of the form {_FORMS[word]} (numbers).") from error
+        raise ConfigError(f"{where}: no distribution is named '{word}'{hint}") from error
     if word == "uniform":
-        if not 0 <= a <= b:
+        if not 0 <= a <= b < math.inf:
             raise ConfigError(f"{where}: give 0 <= LOW <= HIGH.")
         return Distribution("uniform", a, b)
-    if a <= 0 or not 0 <= b <= _MOST_SIGMA:
-        raise ConfigError(f"{where}: give MEDIAN > 0 and SIGMA from 0 to {_MOST_SIGMA:.0f}.")
-    return Distribution("lognormal", a, b)
+    if word == "lognormal":
+        if not 0 < a < math.inf or not 0 <= b <= _MOST_SIGMA:
+            raise ConfigError(f"{where}: give MEDIAN > 0 and SIGMA from 0 to {_MOST_SIGMA:.0f}.")
+        return Distribution("lognormal", a, b)
+    if not 0 <= a < math.inf:
+        raise ConfigError(f"{where}: give seconds of 0 or more.")
+    return Distribution("constant", a)
 
 
 def _measured(where: str, path: Path) -> tuple[float, ...]:
     try:
-        words = decoded(path.read_bytes()).split()
+        values = tuple(map(float, decoded(path.read_bytes()).split()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: cannot read {path}: {error}; give a file with a number a line.") from error
-    values = [_number(word) for word in words]
-    for word, value in zip(words, values, strict=True):
-        if value is None or value < 0:
-            raise ConfigError(f"{where}: {path} holds '{word[:40]}'; give seconds of 0 or more, one a line.")
-    if not values:
-        raise ConfigError(f"{where}: {path} holds no numbers; give seconds, one a line.")
-    return tuple(value for value in values if value is not None)
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+    if not values or not all(0 <= value < math.inf for value in values):
+        raise ConfigError(f"{where}: {path} holds no durations; give seconds of 0 or more, one a line.")
+    return values

@@ -187,17 +187,24 @@ class Scheduler:
         if entry is None or entry.state != "running":
             state = entry.state if entry else "unknown or forgotten"
             raise DataflowError(f"scheduler: {type(event).__name__} for {event.id}, which is {state}, not running.")
-        match event:
-            case ChunkEmitted():
-                self._emit(entry, event)
+        i = event.id
+        match event:  # the groups that they name have been checked (executors/parts.py)
+            case ChunkEmitted(groups=groups):
+                self._steps[i.step].chosen[i] = groups
+                entry.history.append(f"emitted {i.part + 1} of {i.parts}")
+                self._wake(i, entry.task.id)
             case TaskFailed():
                 self._move(entry, "failed")
                 if event.drains:
                     self._cut()
                 if not event.drains or self._still_wanted(event.id):
                     self._stop()
-            case TaskFinished():
-                self._end(entry, event)
+            case TaskFinished(elapsed=elapsed, groups=groups):
+                if entry.task.stage.collects:
+                    self._steps[i.step].chosen[i] = groups
+                self._estimates.learn(entry.task, elapsed)
+                self._move(entry, "done")
+                self._unroll()
         return self._dispatch()
 
     def end_early(self) -> tuple[int, list[Instruction]]:
@@ -317,24 +324,6 @@ class Scheduler:
     def _running_failed(self, entry: _Entry) -> None:
         self._taken[entry.task.stage.on] -= 1
         self.failed = entry.task.id
-
-    # --- events -----------------------------------------------------------------------------------------------
-
-    # The groups that events name have been checked (executors/parts.py).
-
-    def _emit(self, entry: _Entry, event: ChunkEmitted) -> None:
-        i = event.id
-        self._steps[i.step].chosen[i] = event.groups
-        entry.history.append(f"emitted {i.part + 1} of {i.parts}")
-        self._wake(i, entry.task.id)
-
-    def _end(self, entry: _Entry, event: TaskFinished) -> None:
-        task = entry.task
-        if task.stage.collects:
-            self._steps[task.id.step].chosen[task.id] = event.groups
-        self._estimates.learn(task, event.elapsed)
-        self._move(entry, "done")
-        self._unroll()
 
     def _wake(self, done: TaskId, task: TaskId) -> None:
         """Makes tasks ready that waited only for ``done``, which is ``task`` or a chunk of it."""

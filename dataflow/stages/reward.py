@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.graph import Hosted, Stage, TaskInfo, stage
@@ -14,14 +14,12 @@ _NOW = ("running", "waiting", "abandoned", "limit")
 """The agent's stats whose current values are logged with each step."""
 
 
-class Sleeper(Protocol):
-    """The servers of a reward model on the GPUs of trainer and engine (dataflow.rewards.models.server.Sleeper)."""
+def awake(sleeper: Any) -> AbstractAsyncContextManager[None]:
+    """Returns a context in which a reward model on the GPUs of trainer and engine is awake; None: there is none.
 
-    def awake(self) -> AbstractAsyncContextManager[None]: ...
-
-
-def awake(sleeper: Sleeper | None) -> AbstractAsyncContextManager[None]:
-    """Returns a context in which a reward model is awake; one without effect where there is none that sleeps."""
+    Args:
+        sleeper: its servers, a :class:`dataflow.rewards.models.server.Sleeper`.
+    """
     return nullcontext() if sleeper is None else sleeper.awake()
 
 
@@ -32,7 +30,7 @@ async def reward_request(
     agent: RewardAgent,
     extra_groups: int = 0,
     group_filter: GroupFilter | None = None,
-    sleeper: Sleeper | None = None,
+    sleeper: Any = None,
     task: TaskInfo,
 ) -> Ticket:
     """Submits the responses to the agent and returns at once; a streaming rollout calls it with each chunk.
@@ -131,9 +129,7 @@ async def greedy_score(greedy_responses: Batch, *, agent: RewardAgent, task: Tas
 
 
 @stage(writes="val_scores", on="reward", role="validates")
-async def val_score(
-    val_responses: Batch, *, agent: RewardAgent, sleeper: Sleeper | None = None, task: TaskInfo
-) -> Batch:
+async def val_score(val_responses: Batch, *, agent: RewardAgent, sleeper: Any = None, task: TaskInfo) -> Batch:
     """Scores the validation responses; queued training requests go first.
 
     Logs verl's ``val-core/<data_source>/reward/mean@<n>``, where n is the number of responses per prompt; with ``acc``
