@@ -44,14 +44,13 @@ SMALL = (
 )  # fmt: skip
 LABELS: list[dict[str, str]] = [{"role": "head"}, {"role": "train"}, {"role": "sample"}]
 NODES = (
-    "ray.nodes.trainer={labels: {role: '!sample'}, strategy: spread}",
+    "ray.nodes.trainer.labels.role='!sample'",
     "ray.nodes.rollout.labels.role=in(sample,spare)",
     "ray.nodes.reward.labels.role=in(train,spare)",
 )
 PLACED = {"trainer": [0, 1], "rollout": [2], "reward": [1], "controller": [0], "judge": [0]}
 """Machines of each process while nothing is lost."""
 ANYWHERE = (
-    "ray.nodes.trainer.strategy=spread",
     "ray.nodes.rollout.labels.role=in(train,sample)",
     "ray.nodes.reward.labels.role=in(train,sample)",
 )
@@ -61,8 +60,8 @@ VICTIM = {"engine": "rollout", "cut": "rollout", "trainer": "trainer"}
 DEADLINE_S = 240.0
 REFUSED = {
     "directory": (2, r"runs=\S+: node 10\.231\.7\.\d, where '\w+' runs, does not see \S+ of this machine; give runs="),
-    "token": (2, r"ray\.address=\S+: the cluster requires a token, and this process has none or another one; set"),
-    "label": (1, r"'rollout' was not up after 15 s; no node of the cluster has the label role=none \(it has"),
+    "token": (2, r"ray\.address=\S+: (no Ray cluster answers there|this process cannot join the cluster)"),
+    "label": (1, r"'rollout' was not up after 15 s; no node of the cluster has the label role=none\."),
 }
 
 

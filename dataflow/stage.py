@@ -143,7 +143,6 @@ class Hosted:
         close_s: seconds that closing it may take at the end of a run.
         here: runs on the node of the run's own process on a cluster, as it uses files or servers there, unless
             ``ray.nodes`` names other nodes for it.
-        files: paths that it reads, by the key that gives each; on a cluster its nodes must have the same.
         run_directory: whether it has files in the run's directory, which its nodes then must share. One that a stage
             with the role ``saves`` calls has.
     """
@@ -159,7 +158,6 @@ class Hosted:
     alone: bool = False
     close_s: float = 1.0
     here: bool = False
-    files: Mapping[str, str] = field(default_factory=dict)
     run_directory: bool = False
 
     def build(self) -> Any:

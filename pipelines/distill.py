@@ -25,7 +25,6 @@ from dataflow.models.tokenizer import check_same_tokens
 from dataflow.rewards.gsm8k import compute_score
 from dataflow.running.recipe import actor_stage, recipe_pipeline, rollout_stages
 from dataflow.running.services.hosting import pools_of, rollout_host, trainer_host
-from dataflow.running.services.nodes import shared_files
 from dataflow.running.services.training import check_reader
 from dataflow.stages.distill import distill_advantage, teacher_log_prob
 from dataflow.stages.log_prob import bypassing, log_prob_stages
@@ -81,7 +80,6 @@ def pipeline(config: Config) -> Pipeline:
         },
         ranks=config.teacher.world_size,
         gpus=gpus,
-        files=shared_files({"teacher.path": config.teacher.path}),
     )
     respond, val_respond = rollout_stages(config)
 

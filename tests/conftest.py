@@ -106,6 +106,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    import cloudpickle  # type: ignore[import-untyped]
+
+    # Workers cannot import the tests: another package of that name may be installed.
+    if "tests" in sys.modules:
+        cloudpickle.register_pickle_by_value(sys.modules["tests"])
     gc.freeze()
     gc.enable()
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataflow.errors import DataflowError, PipelineError
+from dataflow.errors import PipelineError
 from dataflow.executors.base import Done
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
@@ -134,19 +134,3 @@ def test_a_trace_of_two_agents_is_planned(name):
 def test_golden_timelines_of_two_collectors(name):
     costs = SteadyCosts({"reward_collect": 12.0, "rule_collect": 4.0}, 16, SECONDS)
     check_golden(graph_of(preset(name, 4), 3), costs, f"two_collectors_{name}", name)
-
-
-def test_other_groups_than_those_of_the_part_fail_the_run():
-    class Strays(RandomCosts):
-        def start(self, task, groups, now):
-            end = super().start(task, groups, now)
-            if task.stage.name == "rule_collect" and task.id.part == 1:
-                return type(end)(end.at, groups=(groups[0], groups[1], groups[2], 99))
-            return end
-
-    with pytest.raises(
-        DataflowError,
-        match=r"stage 'rule_collect' was to collect groups 4, 5, 6, 7, which form the part of 'reward_collect', but "
-        r"differs in groups 7, 99; return the groups of task.groups",
-    ):
-        simulate(graph_of(SchedulingPolicy(4, 0, "index")), Strays(0, 16, "index"))

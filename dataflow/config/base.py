@@ -97,12 +97,8 @@ class PolicyConfig(Section):
 class NodesConfig(Section):
     """The nodes of a cluster that a service runs on."""
 
-    shorthand = "strategy"
-
     labels: dict[str, Text] = Field(default_factory=dict)
     """Labels that a node must have (ray start --labels); a value may be a selector of Ray's: in(a,b), !a."""
-    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
-    """Its processes on few nodes (pack) or on many (spread); strict_pack on one, strict_spread on one each."""
 
 
 class CheckpointConfig(Section):

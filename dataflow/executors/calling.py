@@ -25,6 +25,7 @@ def fields_of(call: StageCall, values: Sequence[Any]) -> list[Any]:
     Batches with the same groups have them in the same order, so that a stage may read them row by row.
     """
     fields: list[Any] = []
+    orders: dict[frozenset[int], tuple[int, ...]] = {}
     at = 0
     for name, count, as_it_is in call.layout:
         mine = list(values[at : at + count])
@@ -35,33 +36,17 @@ def fields_of(call: StageCall, values: Sequence[Any]) -> list[Any]:
             fields.append(mine[0] if len(mine) == 1 else _joined(call, name, mine))
         else:
             batch = mine[0] if len(mine) == 1 else Batch.concat(mine)
-            groups = call.groups if call.groups is not None else sorted(batch.ids) if len(mine) > 1 else None
-            fields.append(_selected(call, name, batch, groups))
-    return _in_one_order(call, fields)
-
-
-def _selected(call: StageCall, name: str, batch: Batch, groups: Sequence[int] | None) -> Batch:
-    if groups is None:
-        return batch
-    if missing := set(groups).difference(batch.ids):
-        raise DataflowError(
-            f"stage '{call.stage}' works on {listed(groups)}, but its field '{name}' lacks {listed(missing)}: it holds "
-            f"{listed(batch.ids)}; see which groups the stage that writes '{name}' returns."
-        )
-    return batch.select(groups)
-
-
-def _in_one_order(call: StageCall, fields: list[Any]) -> list[Any]:
-    """Gives Batches with the same groups the order of the first; selected groups are in one order already."""
-    if call.groups is not None:
-        return fields
-    orders: dict[frozenset[int], tuple[int, ...]] = {}
-    found: list[Any] = []
-    for (_name, _count, as_it_is), value in zip(call.layout, fields, strict=True):
-        if isinstance(value, Batch) and not as_it_is:
-            value = value.select(orders.setdefault(frozenset(value.ids), value.ids))
-        found.append(value)
-    return found
+            groups = call.groups
+            if groups is None:  # in the order of the first Batch with the same groups
+                own = tuple(sorted(batch.ids)) if len(mine) > 1 else batch.ids
+                groups = orders.setdefault(frozenset(own), own)
+            if missing := set(groups).difference(batch.ids):
+                raise DataflowError(
+                    f"stage '{call.stage}' works on {listed(groups)}, but its field '{name}' lacks {listed(missing)}; "
+                    f"see which groups the stage that writes '{name}' returns."
+                )
+            fields.append(batch.select(groups))
+    return fields
 
 
 def _joined(call: StageCall, name: str, values: Sequence[Any]) -> Any:
@@ -102,56 +87,36 @@ def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
 def check_rows(stage: Stage, call: StageCall, fields: Sequence[Any], results: Sequence[Any]) -> None:
     """Checks that the results of a stage match its inputs group by group and row by row.
 
+    A stage that keeps its groups may return a row per row, one per group, or several per prompt.
+
     Raises:
         DataflowError: a field has other groups than the stage was given, or fewer or more rows.
     """
-    inputs = [
-        value
-        for (_name, _count, as_it_is), value in zip(call.layout, fields, strict=True)
-        if isinstance(value, Batch) and not as_it_is
-    ]
+    layout = zip(call.layout, fields, strict=True)
+    inputs = [value for (*_, as_it_is), value in layout if isinstance(value, Batch) and not as_it_is]
+    allowed = [set(call.groups)] if call.groups is not None else [set(batch.ids) for batch in inputs]
+    known = [batch.sizes for batch in inputs]
+    widest = max((size for of in known for size in of.values()), default=1)
     for name, value in zip(stage.writes, results, strict=True):
         if name not in call.aligned or not isinstance(value, Batch):
             continue
-        if call.keeps:
-            _check_groups(stage, name, value, call.groups, inputs)
-        _check_sizes(stage, name, value, inputs, call.keeps)
-
-
-def _check_groups(stage: Stage, name: str, value: Batch, given: Sequence[int] | None, inputs: Sequence[Batch]) -> None:
-    allowed = [set(given)] if given is not None else [set(batch.ids) for batch in inputs]
-    ids = set(value.ids)
-    if allowed and ids not in allowed:
-        lost, strange = allowed[0] - ids, ids - allowed[0]
-        what = " and ".join(
-            text for text in (lost and f"lacks {listed(lost)}", strange and f"has {listed(strange)} besides") if text
-        )
+        if call.keeps and allowed and set(value.ids) not in allowed:
+            raise DataflowError(
+                f"stage '{stage.name}' was given {listed(allowed[0])}, but the field '{name}' that it returned has "
+                f"{listed(value.ids)}; return the groups of its input, each with all its rows (Batch.like)."
+            )
+        sizes = value.sizes
+        each = set(sizes.values())
+        if any(all(of.get(group) == size for group, size in sizes.items()) for of in known) or (
+            len(each) <= 1 and (not call.keeps or widest == 1 or each <= {1})
+        ):
+            continue
+        usual = widest if call.keeps and widest > 1 else max(each, key=list(sizes.values()).count)
+        group = next((group for group, size in sizes.items() if size != usual), next(iter(sizes)))
         raise DataflowError(
-            f"stage '{stage.name}' was given {listed(allowed[0])}, but the field '{name}' that it returned {what}; "
-            "return the groups of its input, each with all its rows (Batch.like)."
+            f"stage '{stage.name}' returned {sizes[group]} rows of '{name}' for group {group}, where {usual} belong to "
+            "a group; return a row for each row of its input, in its order (Batch.like)."
         )
-
-
-def _check_sizes(stage: Stage, name: str, value: Batch, inputs: Sequence[Batch], keeps: bool) -> None:
-    """Checks that each group has as many rows as in an input, or as many as every other group.
-
-    A stage that keeps its groups may return a row per row, one per group, or several per prompt.
-    """
-    sizes = value.sizes
-    known = [batch.sizes for batch in inputs]
-    if any(all(of.get(group) == size for group, size in sizes.items()) for of in known):
-        return
-    widest = max((size for of in known for size in of.values()), default=1)
-    each = set(sizes.values())
-    if len(each) <= 1 and (not keeps or widest == 1 or each <= {1}):
-        return
-    usual = widest if keeps and widest > 1 else max(each, key=list(sizes.values()).count)
-    odd = {group: size for group, size in sizes.items() if size != usual}
-    group = next(iter(odd), next(iter(sizes)))
-    raise DataflowError(
-        f"stage '{stage.name}' returned {sizes[group]} rows of '{name}' for group {group}, where {usual} belong to a "
-        "group; return a row for each row of its input, in its order (Batch.like)."
-    )
 
 
 async def run_stage(
@@ -269,27 +234,21 @@ def _report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, 
     Raises:
         DataflowError: the stage forms parts but returned no Batch, or Batches of different groups.
     """
-    batches = [value for value in results if isinstance(value, Batch)]
-    written: dict[str, tuple[int, ...]] = {}
+    batches = {name: value for name, value in zip(stage.writes, results, strict=True) if isinstance(value, Batch)}
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}  # pickle equal ids once
-    for name, value in zip(stage.writes, results, strict=True):
-        if isinstance(value, Batch):
-            ids = value.ids
-            written[name] = shared.setdefault(ids, ids)
-    groups = None
-    if stage.collects:
-        if not batches:
-            raise DataflowError(f"stage '{stage.name}' forms the parts of a step and so must return a Batch.")
-        (first, groups), *others = written.items()
-        for name, ids in others:
-            if odd := set(groups).symmetric_difference(ids):
-                raise DataflowError(
-                    f"stage '{stage.name}' forms a part of the groups of '{first}', but '{name}' differs in "
-                    f"{listed(odd)}; return the same groups in every Batch."
-                )
-    facts: dict[str, Any] = {**info.facts, "samples": len(batches[0])} if batches else dict(info.facts)
-    if batches and "weights_version" in batches[0].meta:
-        facts["weights_version"] = batches[0].meta["weights_version"]
+    written = {name: shared.setdefault(value.ids, value.ids) for name, value in batches.items()}
+    groups = next(iter(written.values()), None) if stage.collects else None
+    if stage.collects and len({frozenset(ids) for ids in written.values()}) != 1:
+        raise DataflowError(
+            f"stage '{stage.name}' forms the parts of a step and so must return a Batch, or several of the same "
+            f"groups; it returned {', '.join(f'{name}: {listed(ids)}' for name, ids in written.items()) or 'none'}."
+        )
+    facts: dict[str, Any] = dict(info.facts)
+    first = next(iter(batches.values()), None)
+    if first is not None:
+        facts["samples"] = len(first)
+        if "weights_version" in first.meta:
+            facts["weights_version"] = first.meta["weights_version"]
     return Report(begin, end, groups, info.metrics, info.marks, facts, written)
 
 

@@ -24,7 +24,7 @@ from dataflow.running.replanning import AutoPolicy
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.saving.export import MODEL, card
-from dataflow.running.services.nodes import node_rules
+from dataflow.running.services.nodes import node_labels
 from dataflow.stages.checkpoint import FAILED
 from dataflow.system.supervisor import report
 from dataflow.timeline.spans import Trace
@@ -257,7 +257,7 @@ class Attempt:
             ray.num_cpus,
             self._config.worker_threads,
             lambda name: self._progress.reached(f"{name} is up"),
-            nodes=node_rules(self._config),
+            nodes=node_labels(self._config),
             directory=str(self._record.directory.absolute()),
             deadline_s=ray.start_timeout,
         )

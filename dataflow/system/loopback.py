@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 
 ADDRESS = "127.0.0.1"
 """Where servers of a run listen."""
@@ -25,36 +23,15 @@ def ray_stays_on_loopback() -> None:
     os.environ.setdefault(*RAY_ON_LOOPBACK)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address is a loopback address; of host names only ``localhost`` is."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
-def stay_on_loopback() -> None:
-    """Makes gloo and NCCL listen on the loopback interface only, unless the user has chosen another."""
-    names = {name for _index, name in socket.if_nameindex()}
-    for name in ("lo", "lo0"):  # Linux, macOS
-        if name in names:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-            return
-
-
 def stay_on(address: str) -> None:
     """Makes gloo and NCCL use the interface that has an address, unless the user has chosen one.
 
     Without a choice gloo takes the interface of the machine's name, which is loopback on many systems: ranks on other
-    machines then cannot connect.
+    machines then cannot connect; or, of ranks on one machine, one that listens to the network.
 
     Args:
-        address: of this machine, by which the others reach it.
+        address: of this machine, by which the other ranks reach it.
     """
-    if is_loopback(address):
-        stay_on_loopback()
-        return
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():

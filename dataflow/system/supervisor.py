@@ -1,10 +1,10 @@
 """The parent process of a run: reports its end if the run cannot do so itself, and ends all its processes.
 
 ``dataflow run`` forks before heavy imports, and the child executes the run. Ray's C++ library ends that process when it
-loses the raylet, and the kernel may kill it, so the child cannot always report its own end. The parent forwards
-signals, kills processes that do not end, completes the run's summary and prints one sentence if the child has not. All
-processes of the run are descendants of the parent, which is also their subreaper (PR_SET_CHILD_SUBREAPER), so it finds
-them without knowing their names. If the parent is killed, the child gets SIGTERM.
+loses the raylet or the GCS, and the kernel may kill it, so the child cannot always report its own end. The parent
+forwards signals, kills processes that do not end, completes the run's summary and prints one sentence if the child has
+not. All processes of the run are descendants of the parent, which is also their subreaper (PR_SET_CHILD_SUBREAPER), so
+it finds them without knowing their names. If the parent is killed, the child gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -47,10 +47,6 @@ _TRACKER = "resource_tracker"
 Summarise: TypeAlias = Callable[[Path, str, int | None], str]
 """Given a run's directory, status and steps, writes its summary if there is none; returns how far it came."""
 
-SHOW_CURSOR = "\x1b[?25h"
-_PF_EXITING = 4
-"""Flag of a process in the kernel (include/linux/sched.h), the seventh value behind its name in /proc/PID/stat."""
-
 _channel: int | None = None
 
 
@@ -59,9 +55,9 @@ def report(**facts: Any) -> None:
 
     Args:
         facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``grace``: seconds that a stopped
-            run takes to save a checkpoint; ``ray``: "starting", "started" or "closing"; ``daemon``: name and id of
-            one of the :data:`VITAL` processes; ``logs``: directory of Ray's logs; ``temporary``: a file or directory
-            to remove after the run (may be sent repeatedly); ``done``: the exit code, sent last.
+            run takes to save a checkpoint; ``ray``: "started" or "closing"; ``daemon``: name and id of one of the
+            :data:`VITAL` processes; ``logs``: directory of Ray's logs; ``temporary``: a file or directory to remove
+            after the run (may be sent repeatedly); ``done``: the exit code, sent last.
     """
     if _channel is not None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor was killed, so SIGTERM follows
@@ -156,7 +152,7 @@ class _Supervisor:
         self._stopped_at = 0.0
         self._deadline: asyncio.TimerHandle | None = None
         self._lost = ""
-        self._cut = False
+        self._killed = False
 
     async def run(self, finish: Summarise) -> int:
         """Waits until no process of the run is left, and completes its summary; returns the exit code."""
@@ -199,10 +195,8 @@ class _Supervisor:
         self._deadline = self._loop.call_later(seconds, self._kill)
 
     def _kill(self) -> None:
-        if self._status is None:
-            # A large process that others have killed takes seconds to end; Ray's may be gone before it is.
-            self._cut = self._cut or not _exiting(self._child)
-            self._signal(signal.SIGKILL)
+        self._killed = self._killed or self._status is None
+        self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._status is None:  # the id may be reused once the child is reaped
@@ -237,25 +231,23 @@ class _Supervisor:
         if "grace" in facts:
             self._extend(facts["grace"] + CLOSING_S)
         if "daemon" in facts:
-            self._watch_daemon(*facts["daemon"])
+            name, pid = facts["daemon"]
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._lose(VITAL[name])
+            else:
+                self._loop.add_reader(fd, self._daemon_ended, VITAL[name], fd)
         if "done" in facts:
             self._kill_in(CLOSING_S)
-
-    def _watch_daemon(self, name: str, pid: int) -> None:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:  # it has died already
-            self._daemon_died(VITAL[name])
-        else:
-            self._loop.add_reader(fd, self._daemon_ended, VITAL[name], fd)
 
     def _daemon_ended(self, name: str, fd: int) -> None:
         self._loop.remove_reader(fd)
         os.close(fd)
         self._read()  # a closing run reports so before it ends Ray
-        self._daemon_died(name)
+        self._lose(name)
 
-    def _daemon_died(self, name: str) -> None:
+    def _lose(self, name: str) -> None:
         if self._facts.get("ray") == "started" and not self._lost:
             self._lost = name
             self._kill_in(LOST_S)
@@ -309,27 +301,24 @@ class _Supervisor:
         else:
             code, text = 1, f"RunError: {self._what_died()}; {f'it {ended}' if ended else 'run it again'}."
         with contextlib.suppress(OSError):  # the terminal is closed
-            # The live view hides the cursor.
-            print(f"{SHOW_CURSOR if sys.stderr.isatty() else ''}{text}", file=sys.stderr, flush=True)
+            shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # the cursor, which the live view hides
+            print(f"{shown}{text}", file=sys.stderr, flush=True)
         return code
 
     def _what_died(self) -> str:
         assert self._status is not None
-        logs = f" (Ray's logs are in {self._facts['logs']})" if "logs" in self._facts else ""
         code = os.waitstatus_to_exitcode(self._status)
-        # If the child was killed by others, Ray died because of that.
-        if self._lost and (self._cut or code != -signal.SIGKILL):
-            return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot continue{logs}"
+        # If the run's process was killed by others, Ray died because of that.
+        if self._lost and (self._killed or code != -signal.SIGKILL):
+            logs = self._facts["logs"]
+            return (
+                f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot continue (Ray's "
+                f"logs are in {logs})"
+            )
         if code < 0:
             name = signal.Signals(-code).name
             return f"the run's process was killed by {name} ({'out of memory?' if name == 'SIGKILL' else 'a crash'})"
         what = f"the run's process ended with exit code {code} before the run did"
-        if "ray" in self._facts:
-            return f"{what}, as Ray ends it when it loses its cluster{logs}"
+        if "logs" in self._facts:
+            return f"{what}, as Ray ends it when its raylet or GCS dies (Ray's logs are in {self._facts['logs']})"
         return f"{what} (does its code, or a library, call os._exit?)"
-
-
-def _exiting(pid: int) -> bool:
-    """Whether a process is on its way to its end, even if the kernel has not freed its memory yet."""
-    behind_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return bool(int(behind_name[6]) & _PF_EXITING)

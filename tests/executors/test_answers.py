@@ -6,7 +6,7 @@ import pytest
 
 from dataflow.errors import RewardFailed, RunError, ServiceLost
 from dataflow.executors.ray import RayExecutor
-from dataflow.executors.ray.answers import GONE, cause, died, last_words, peer_lost
+from dataflow.executors.ray.answers import GONE, cause, died, last_words
 
 pytestmark = pytest.mark.heavy
 
@@ -29,12 +29,12 @@ class DistBackendError(RuntimeError):
     """Stands in for torch's, which NCCL raises."""
 
 
-def test_a_broken_connection_between_ranks_may_be_a_death() -> None:
+def test_a_broken_connection_between_ranks_is_a_death() -> None:
     for error in (RuntimeError(GLOO), DistBackendError("NCCL error in: remote process exited")):
-        assert peer_lost(of_a_task(error))
-        assert not died(of_a_task(error))
+        assert died(of_a_task(error))
+        assert isinstance(cause(of_a_task(error)), ServiceLost)
     own = RuntimeError("CUDA out of memory")
-    assert not peer_lost(of_a_task(own))
+    assert not died(of_a_task(own))
     assert cause(of_a_task(own)) is own
     assert own.__notes__ == ["ray::run()\nCUDA out of memory"]
 

@@ -1,14 +1,12 @@
 """Services on a cluster of three Ray nodes: where they run, and what is rebuilt when a node is lost.
 
-The nodes are on this machine and share its files, so what a node does not see is tested with stand-ins
-(``test_shared_paths.py``), and separate machines by ``benchmarks/machines.py``.
+The nodes are on this machine and share its files; separate machines are tested by ``benchmarks/machines.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,17 +21,14 @@ from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, RunError, ServiceLost, StageFailed
 from dataflow.executors.ray import RayExecutor
 from dataflow.executors.ray.connection import joined, own_address
-from dataflow.executors.ray.nodes import NodeRule
-from dataflow.executors.ray.paths import SharedPaths
-from dataflow.executors.ray.replicas import start
+from dataflow.executors.ray.host import Host
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.rewards.models.served import ServedReward
 from dataflow.runner import Runner
 from dataflow.running.services import served_models
-from dataflow.running.services.nodes import node_rules
+from dataflow.running.services.nodes import node_labels
 from dataflow.running.services.served_models import ServedModels
-from dataflow.system.frozen import DEATH_REASON
 from dataflow.timeline.spans import Trace
 from tests.rigs.cluster import Nodes
 from tests.rigs.logs import logged
@@ -50,7 +45,7 @@ class Service:
     """
 
     def __init__(self, log: str) -> None:
-        self.made = np.ones(1 << 18)
+        self.made, self.log = np.ones(1 << 18), log
         with open(log, "a") as file:
             file.write(f"{self.node()}\n")
 
@@ -62,14 +57,12 @@ class Service:
     def directory(self) -> str:
         return os.getcwd()
 
-    def end(self, why: str) -> None:
-        """Ends its process the first time, as if it had frozen."""
-        path = Path(os.environ[DEATH_REASON])
-        if not path.with_suffix(".ended").exists():
-            path.with_suffix(".ended").touch()
-            path.write_text(f"{why}\nTimeout (0:00:02)!\n")
+    def end(self) -> None:
+        """Ends its process the first time."""
+        ended = Path(f"{self.log}.ended")
+        if not ended.exists():
+            ended.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        path.with_suffix(".ended").unlink()
 
 
 @stage(writes=("value", "made"), on="gpu")
@@ -114,15 +107,15 @@ def roles(nodes: Nodes, gate: Path, service: str) -> list[str]:
 
 
 def test_services_run_where_their_rules_say_and_are_rebuilt_there(nodes: Nodes, tmp_path: Path) -> None:
-    rules = {"maker": NodeRule({"role": "in(a,b)"}, "strict_spread"), "taker": NodeRule({"role": "b"})}
+    rules = {"maker": {"role": "in(a,b)"}, "taker": {"role": "b"}}
 
     async def body() -> None:
         executor = RayExecutor(nodes.address, nodes=rules)
         try:
             await executor.open(pipeline(tmp_path, maker={"ranks": 2}, taker={"restarts": 1}))
-            assert roles(nodes, tmp_path, "maker") == ["a", "b"]
+            assert set(roles(nodes, tmp_path, "maker")) <= {"a", "b"}
             assert await executor.ask("taker", "directory") == os.getcwd()
-            await executor.ask("taker", "end", "its function blocked it; give it a time-out.")
+            await executor.ask("taker", "end")
             assert roles(nodes, tmp_path, "taker") == ["b", "b"]
         finally:
             await executor.close()
@@ -130,17 +123,39 @@ def test_services_run_where_their_rules_say_and_are_rebuilt_there(nodes: Nodes, 
     with logged("INFO") as said:
         asyncio.run(body())
     (address,) = {node["NodeManagerAddress"] for node in ray.nodes()}
-    a, b = (f"{address}: role={role}" for role in "ab")
-    assert {f"'maker' runs on {a} x 1; {b} x 1", f"'maker' runs on {b} x 1; {a} x 1"} & set(said)
-    assert f"'taker' runs on {b} x 1" in said
-    assert [message for message in said if "died" in message] == [
-        "'taker' died (its function blocked it; give it a time-out): restart 1 of 1; rebuilding it."
-    ]
+    assert {f"'maker' runs on {address} x 2", f"'taker' runs on {address} x 1"} <= set(said)
+    assert sum("'taker' died (killed, or out of memory): restart 1 of 1" in message for message in said) == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_service_with_files_in_the_runs_directory_runs_where_it_is_seen(
+    nodes: Nodes, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def blind(self: Host, path: str) -> bool:
+        return False
+
+    if not shared:  # the nodes are on one machine
+        monkeypatch.setattr(Host, "sees", blind)
+    rules, pipe = {"maker": {"role": "b"}}, pipeline(tmp_path, maker={"run_directory": True})
+
+    async def body() -> None:
+        executor = RayExecutor(nodes.address, nodes=rules, directory=str(tmp_path))
+        try:
+            await executor.open(pipe)
+        finally:
+            await executor.close()
+
+    if shared:
+        asyncio.run(body())
+    else:
+        with pytest.raises(ConfigError, match=rf"^runs={tmp_path}: node .*, where 'maker' runs, does not see this"):
+            asyncio.run(body())
+    assert not list(tmp_path.glob(".shared*")), "the marker is gone"
 
 
 def test_a_label_that_no_node_has_is_said_at_once_and_ends_the_wait(nodes: Nodes, tmp_path: Path) -> None:
     async def body() -> None:
-        executor = RayExecutor(nodes.address, nodes={"maker": NodeRule({"role": "c"})}, deadline_s=2.0)
+        executor = RayExecutor(nodes.address, nodes={"maker": {"role": "c"}}, deadline_s=2.0)
         try:
             await executor.open(pipeline(tmp_path))
         finally:
@@ -148,13 +163,14 @@ def test_a_label_that_no_node_has_is_said_at_once_and_ends_the_wait(nodes: Nodes
 
     with logged() as warned, pytest.raises(RunError) as caught:
         asyncio.run(body())
-    lacking = "no node of the cluster has the label role=c (it has"
+    lacking = "no node of the cluster has the label role=c."
     assert any(message.startswith(f"'maker' waits for nodes: {lacking}") for message in warned)
-    assert str(caught.value).startswith(f"'maker' was not up after 2 s; {lacking}")
-    assert str(caught.value).endswith("(ray.nodes.maker).")
+    assert str(caught.value) == f"'maker' was not up after 2 s; {lacking}"
 
 
-def run_and_lose(nodes: Nodes, gate: Path, service: str, rules: dict[str, NodeRule], **options: Any) -> dict[str, Any]:
+def run_and_lose(
+    nodes: Nodes, gate: Path, service: str, rules: dict[str, dict[str, str]], **options: Any
+) -> dict[str, Any]:
     """Runs the pipeline, and loses the node of a service while the second stage waits.
 
     Returns:
@@ -192,24 +208,23 @@ def run_and_lose(nodes: Nodes, gate: Path, service: str, rules: dict[str, NodeRu
 
 
 def test_what_a_lost_node_ran_is_rebuilt_on_another(nodes: Nodes, tmp_path: Path) -> None:
-    rules = {"taker": NodeRule({"role": "in(a,b)"})}
+    rules = {"taker": {"role": "in(a,b)"}}
     with logged() as warned:
         found = run_and_lose(nodes, tmp_path, "taker", rules, maker={"here": True}, taker={"restarts": 1})
     assert found["error"] is None
     assert roles(nodes, tmp_path, "maker") == ["head"]
     assert sorted([found["lost"], found["then"]]) == ["a", "b"]
     (warning,) = [message for message in warned if "died" in message]
-    words = r"'taker' died \(node [\d.]+, where it ran, is gone\): restart 1 of 1; rebuilding it, then running again: "
-    assert re.fullmatch(words + r"(wait|take)\[1\]\.", warning)
+    assert "restart 1 of 1; rebuilding it, then running its tasks again" in warning
 
 
 def test_a_service_and_a_value_that_are_gone_with_a_node_end_in_one_sentence_each(nodes: Nodes, tmp_path: Path) -> None:
     nodes.restore()
-    rules = {"maker": NodeRule({"role": "b"}), "taker": NodeRule({"role": "a"})}
+    rules = {"maker": {"role": "b"}, "taker": {"role": "a"}}
     found = run_and_lose(nodes, tmp_path, "maker", rules, taker={"restarts": 1})
     assert "a value that it needs is gone with the node that held it" in str(found["error"])
     assert isinstance(found["error"].__cause__, ServiceLost)  # the run resumes from its newest checkpoint
-    assert re.fullmatch(r"'maker' died: node [\d.]+, where it ran, is gone", str(found["then"]))
+    assert "the process that ran it died" in str(found["then"])
 
 
 def test_servers_of_a_reward_model_are_where_its_rule_says_behind_a_router_here(
@@ -224,7 +239,7 @@ def test_servers_of_a_reward_model_are_where_its_rule_says_behind_a_router_here(
     config, lost = parse_overrides(RunConfig, keys), list[RunError]()
 
     async def body() -> None:
-        executor = RayExecutor(nodes.address, nodes=node_rules(config), directory=str(tmp_path))
+        executor = RayExecutor(nodes.address, nodes=node_labels(config), directory=str(tmp_path))
         with ServedModels(config, tmp_path, lost.append, ["reward"]) as served:
             await executor.open(Pipeline([]), served.hosts)
             try:
@@ -248,11 +263,3 @@ def test_servers_of_a_reward_model_are_where_its_rule_says_behind_a_router_here(
         asyncio.run(body())
     assert sum("the run goes on with 1 of its servers" in message for message in warned) == 1
     assert isinstance(lost[0], ServiceLost)  # the run resumes from its newest checkpoint, with servers elsewhere
-
-
-def test_a_replica_of_an_engine_on_a_node_with_another_model_is_refused(nodes: Nodes) -> None:
-    nodes.restore()
-    paths = SharedPaths("rollout", {"model.path": "/proc/self/cmdline"})  # each process has a file of its own there
-    message = r"^model\.path=.*: node .*, where 'rollout' runs, has another file there; put it on"
-    with pytest.raises(ConfigError, match=message):
-        start("no_engine:Engine", {}, 2, nodes=NodeRule({"role": "in(a,b)"}, "strict_spread"), paths=paths)

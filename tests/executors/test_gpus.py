@@ -91,7 +91,7 @@ def test_an_engine_over_several_gpus_shares_them_with_the_ranks_and_is_rebuilt_o
         executor = RayExecutor(num_cpus=2)
         try:
             await executor.open(pipeline)
-            ranks = [await actor.ask.remote("gpus") for actor in executor._hosts["trainer"]]
+            ranks = [await actor.ask.remote("gpus") for actor in executor._hosts["trainer"].actors.handles]
             assert sorted(ranks) == [["0"], ["1"]]
             pid = await executor.ask("rollout", "pid")
             os.kill(pid, signal.SIGKILL)

@@ -152,7 +152,7 @@ def collect_two(responses: Batch, *, task: TaskInfo) -> tuple[Batch, Batch]:
 
 
 def test_every_batch_of_a_part_holds_its_groups() -> None:
-    with pytest.raises(StageFailed, match=r"a part of the groups of 'rewards', but 'notes' differs in groups 0, 1, 2,"):
+    with pytest.raises(StageFailed, match=r"of the same groups; it returned rewards: groups 0, 1, notes: groups 2, 3"):
         run([rollout, collect_two, update], SchedulingPolicy(split=SPLIT))
 
 
@@ -165,9 +165,9 @@ CHUNKS: dict[str, tuple[list[tuple[int, Any]], list[int], str]] = {
     "a number too high": ([(4, [0])], [0, 1, 2, 3], "emits chunks 0 to 3, not 4"),
     "no Batch": ([(0, None)], [0, 1, 2, 3], "takes the number of the chunk, then a Batch for each of responses"),
     "empty": ([(0, []), *EACH[1:]], [0, 1, 2, 3], "emitted chunk 0 without groups"),
-    "unknown": ([(0, [0]), (1, [9])], [0, 1, 2, 9], "named group 9 in chunk 1, which the step does not have"),
-    "short": (EACH, [0, 1, 2], "emitted but did not return group 3 of field 'responses'"),
-    "extra": (EACH, [0, 1, 2, 3, 7], "returned but did not emit group 7 of field 'responses'"),
+    "unknown": ([(0, [0]), (1, [9])], [0, 1, 2, 9], "named group 9, which the step does not have"),
+    "short": (EACH, [0, 1, 2], r"emitted other groups than it returned in field 'responses' \(group 3\)"),
+    "extra": (EACH, [0, 1, 2, 3, 7], r"emitted other groups than it returned in field 'responses' \(group 7\)"),
     "missing": (EACH[:3], [0, 1, 2, 3], "ended after 3 of 4 chunks; call task.emit for chunk 3 as well"),
 }
 
@@ -203,7 +203,7 @@ def test_chunks_that_are_not_the_step(case: str) -> None:
 
 ROWS: dict[str, tuple[Callable[[Batch], Any], str]] = {
     "other groups": (lambda b: batch([g + TAKE for g in b.ids]), "was given groups 0, 1, but the field 'penalty'"),
-    "a group less": (lambda b: b.select(b.ids[1:]), "that it returned lacks group 0"),
+    "a group less": (lambda b: b.select(b.ids[1:]), "that it returned has group 1;"),
     "a row less": (lambda b: b.rows(range(1, len(b))), "returned 1 rows of 'penalty' for group 0, where 2 belong to"),
     "rows doubled": (lambda b: b.repeat(2), "returned 4 rows of 'penalty' for group 0, where 2 belong to a group"),
 }

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
-import sys
-import textwrap
 import threading
 import time
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RunError, StageFailed
 from dataflow.executors.ray import RayExecutor
-from dataflow.executors.ray.pickling import pickled
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
@@ -103,7 +97,7 @@ def test_ranks_run_the_same_calls_with_their_own_environment_and_warn_in_the_log
     facts = []
 
     async def ask(executor):
-        facts.extend(await asyncio.gather(*(a.ask.remote("facts") for a in executor._hosts["trainer"])))
+        facts.extend(await asyncio.gather(*(a.ask.remote("facts") for a in executor._hosts["trainer"].actors.handles)))
 
     with logged("INFO") as said:
         run(executor, [meet.bind(process=trainer), read.bind(process=trainer)], 2, during=ask)
@@ -178,7 +172,7 @@ def test_a_killed_rank_fails_its_task_and_nothing_hangs(executor):
     pids = []
 
     async def kill_soon(executor):
-        pids.extend(await asyncio.gather(*(a.ask.remote("pid") for a in executor._hosts["victim"])))
+        pids.extend(await asyncio.gather(*(a.ask.remote("pid") for a in executor._hosts["victim"].actors.handles)))
         threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL)).start()
 
     with pytest.raises(StageFailed) as error:
@@ -291,55 +285,3 @@ def test_a_service_that_runs_one_call_at_a_time_cannot_stream(executor):
     stages, policy = [stream.bind(victim=Hosted("engine", Victim)), follow], preset("baseline+stream", 1)
     with pytest.raises(DataflowError, match=r"'engine' runs one call at a time; give Hosted\(concurrent=True\)"):
         run(executor, stages, policy=policy, groups=2)
-
-
-def test_a_pipeline_loaded_by_path_travels_by_value(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        textwrap.dedent("""
-        from dataflow.graph import Hosted, stage
-
-        FACTOR = 3
-
-        class Service:
-            def times(self, x):
-                return helper(x)
-
-        def helper(x):
-            return FACTOR * x
-
-        @stage(writes="out", on="gpu")
-        def mine(prompts, *, service):
-            return service.times(prompts)
-
-        service = Hosted("mine", Service)
-        """)
-    )
-    spec = spec_from_file_location("a_pipeline_of_mine", file)
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # as importlib's own recipe does: a worker cannot import that name
-    try:
-        spec.loader.exec_module(module)
-        blob = pickled(module.service, {"mine": module.mine})
-    finally:
-        del sys.modules[spec.name]
-    service, stages = pickle.loads(blob)
-    assert stages["mine"](7, service=service.build()) == 21
-
-
-def test_the_stages_of_an_editable_install_are_imported_by_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By value, each actor would hold copies of the functions that stages call, without the modules they are in."""
-    import cloudpickle  # type: ignore[import-untyped] # noqa: F401
-
-    from dataflow.stages import advantage
-
-    class Finder:
-        """As setuptools installs one: it finds the package, which is in no directory of ``sys.path``."""
-
-        find_spec = PathFinder.find_spec
-
-    monkeypatch.setattr(PathFinder, "find_spec", lambda *_given, **_named: None)
-    monkeypatch.setattr(sys, "meta_path", [Finder])
-    assert b"_estimate" not in pickled(Hosted("controller", dict), {"advantage": advantage.advantage})
-    monkeypatch.setattr(sys, "meta_path", [])
-    assert b"_estimate" in pickled(Hosted("controller", dict), {"advantage": advantage.advantage})

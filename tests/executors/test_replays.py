@@ -84,10 +84,10 @@ def test_several_submissions_of_a_step_each_for_its_rest() -> None:
     kept = usual()
     submit(kept, submitted(1, (0, 1), 0, 3))
     submit(kept, submitted(1, (2, 3), 1, 3))
-    hand_out(kept, 1, 0, 3, (0, 1, 2))
+    hand_out(kept, 1, 0, 4, (0, 1, 2))
     assert [(s.task.id.part, s.groups) for s in kept.left()] == [(1, (3,))]
     # The third one had reached the service, which returned a group of it, but the answer was lost.
-    hand_out(kept, 1, 1, 3, (4,))
+    hand_out(kept, 1, 1, 4, (4,))
     under_way = submitted(1, (4, 5), 2, 3)
     call = kept.narrowed(under_way.task, under_way.call)
     assert call.groups == call.info.groups == (5,)

@@ -83,7 +83,7 @@ def test_what_travels_and_that_a_dead_one_loses_all(tiny_qwen: Path) -> None:
         shared = replicas.share(weights)
         for engine in several._engines:
             await engine.sync(shared, 0)
-            there = await engine.actor.__ray_call__.remote(lambda replica: replica.engine.weights)  # type: ignore[attr-defined]
+            there = await engine.actor.__ray_call__.remote(lambda host: host.service.weights)  # type: ignore[attr-defined]
             assert all(torch.equal(there[name], value) for name, value in weights.items())
 
         # An abandoned group is abandoned in its engine, too.
@@ -93,7 +93,7 @@ def test_what_travels_and_that_a_dead_one_loses_all(tiny_qwen: Path) -> None:
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-        while not sum([await engine._call("wake") for engine in several._engines]):  # type: ignore[attr-defined]
+        while not sum([await engine.call("wake") for engine in several._engines]):  # type: ignore[attr-defined]
             await asyncio.sleep(0.05)
 
         drawing = asyncio.ensure_future(anext(several.generate(asking([2] * 6), SAMPLING, 0)))
@@ -111,5 +111,5 @@ def test_what_travels_and_that_a_dead_one_loses_all(tiny_qwen: Path) -> None:
 def test_an_engine_that_cannot_be_built_says_why() -> None:
     with pytest.raises(ConfigError, match=r"^config: no"):
         replicas.start(Engine, {"raises": "config: no"}, 1)
-    with pytest.raises(RunError, match=r"^replica 1 of 1: ZeroDivisionError: oh"):
+    with pytest.raises(RunError, match=r"^rollout: a replica: ZeroDivisionError: oh"):
         replicas.start(Engine, {"raises": "oh"}, 1)

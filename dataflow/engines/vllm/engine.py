@@ -24,7 +24,7 @@ from dataflow.engines.rollout import Request, Rollout
 from dataflow.engines.samples import seed_of
 from dataflow.engines.vllm.images import MODEL, image_input, register
 from dataflow.errors import DataError, RunError
-from dataflow.system.loopback import ADDRESS, stay_on_loopback
+from dataflow.system.loopback import ADDRESS, stay_on
 
 _ERROR = re.compile(r"(?<![\w.])[\w.]*+(?:(?<=Error)|(?<=Exception)): .+$", re.MULTILINE)
 _ELSEWHERE = re.compile(r"root cause|initialization failed", re.IGNORECASE)
@@ -254,7 +254,7 @@ def _set_environment(cuda: bool, threads: int, tensor_parallel: int, offline: bo
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(cuda or tensor_parallel > 1)),
     }
     # An engine's processes are on one machine.
-    stay_on_loopback()
+    stay_on(ADDRESS)
     os.environ.setdefault("VLLM_HOST_IP", ADDRESS)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if offline:

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataflowError, RunError, ServiceLost
-from dataflow.usercode.failures import (
-    is_cancelled,
-    named,
-    pickled_error,
-    shortened,
-    trace_of,
-)
+from dataflow.usercode.failures import is_cancelled, named, pickled_error, shortened, trace_of
 from dataflow.usercode.pickling import dumps
 
 DIED = "the process that ran it died (killed, or out of memory)"
@@ -57,20 +51,19 @@ def answer_to(error: BaseException) -> BaseException:
 
 async def first_failure(refs: Sequence[Any]) -> list[Any]:
     """Waits for all refs or for the first failure, as the other ranks may then hang in a collective."""
-    return list(await asyncio.gather(*(fetch(ref) for ref in refs)))
+    return list(await asyncio.gather(*refs))
 
 
-async def fetch(ref: Any) -> Any:
-    """Waits for one ref."""
-    return await ref
+def died(error: BaseException) -> bool:
+    """Whether a call failed because its service died.
 
-
-def died(error: BaseException | None) -> bool:
-    """Whether a call failed because its service died: its process ended, or it raised :class:`ServiceLost`."""
+    Its process or node ended, it raised :class:`ServiceLost`, or a rank lost its connection to another one, which says
+    so before Ray knows of the death.
+    """
     from ray import exceptions
 
     if isinstance(error, exceptions.RayTaskError):
-        return isinstance(error.cause, ServiceLost)
+        return isinstance(error.cause, ServiceLost) or _peer_lost(error.cause)
     gone = (
         exceptions.RayActorError,
         exceptions.OutOfMemoryError,
@@ -80,26 +73,9 @@ def died(error: BaseException | None) -> bool:
     return isinstance(error, gone)
 
 
-def unreachable(error: BaseException | None) -> bool:
-    """Whether a call failed because the connection to the actor broke, before Ray knew if its node is gone."""
-    from ray import exceptions
-
-    return isinstance(error, exceptions.ActorUnavailableError)
-
-
-def peer_lost(error: BaseException) -> bool:
-    """Whether a call failed because a rank lost its connection to another one, which may have died."""
-    inner = _inner(error)
+def _peer_lost(inner: object) -> bool:
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     return bool(kinds & {"DistBackendError", "DistNetworkError"}) or "gloo/transport" in str(inner)
-
-
-def _inner(error: BaseException) -> BaseException:
-    """Returns what a worker raised, without Ray's wrapping."""
-    from ray import exceptions
-
-    cause = error.cause if isinstance(error, exceptions.RayTaskError) else None
-    return cause if isinstance(cause, BaseException) else error
 
 
 def cause(error: BaseException) -> BaseException:
@@ -109,10 +85,12 @@ def cause(error: BaseException) -> BaseException:
     """
     from ray import exceptions
 
-    inner = _inner(error)
-    if isinstance(inner, exceptions.ObjectLostError):
+    inner = error.cause if isinstance(error, exceptions.RayTaskError) else None
+    if isinstance(inner if inner is not None else error, exceptions.ObjectLostError):
         return ServiceLost(GONE)
-    if inner is not error:
+    if isinstance(inner, BaseException):
+        if _peer_lost(inner):
+            return ServiceLost(f"a rank lost its connection to another one: {last_words(error)}")
         if trace := _trace(error, inner):
             inner.add_note(trace)
         return inner

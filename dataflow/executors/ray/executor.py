@@ -15,11 +15,10 @@ from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.executors.base import ALONE, Chunk, Done, StageCall
-from dataflow.executors.ray.actors import Membership
-from dataflow.executors.ray.answers import cause, fetch, last_words
-from dataflow.executors.ray.connection import join_ray, start_ray
-from dataflow.executors.ray.logs import log_lines
-from dataflow.executors.ray.nodes import NodeRule, check_count
+from dataflow.executors.ray.answers import cause, last_words
+from dataflow.executors.ray.connection import join_ray, running, start_ray
+from dataflow.executors.ray.host import log_lines
+from dataflow.executors.ray.nodes import Cluster, Labels, check_count
 from dataflow.executors.ray.worker_group import WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
@@ -39,7 +38,7 @@ class RayExecutor:
         num_cpus: CPUs of the local Ray; None for this machine's.
         threads: OMP threads in each worker.
         on_up: called with what is up: Ray, then the name of each service.
-        nodes: rules for the nodes of services on a cluster, by service.
+        nodes: labels that the nodes of a service on a cluster must have, by service.
         directory: of the run, which services with files in it must see; None if there is none.
         deadline_s: seconds that a service may take to get its nodes and GPUs, and to be built; None for
             ``BUILD_DEADLINE_S``.
@@ -51,7 +50,7 @@ class RayExecutor:
         num_cpus: int | None = None,
         threads: int = 1,
         on_up: Callable[[str], None] = lambda name: None,
-        nodes: Mapping[str, NodeRule] | None = None,
+        nodes: Mapping[str, Labels] | None = None,
         directory: str | None = None,
         deadline_s: float | None = None,
     ) -> None:
@@ -66,7 +65,7 @@ class RayExecutor:
         self._directory = directory
         self._deadline_s = deadline_s
         self._connected = False
-        self._cluster: Membership | None = None
+        self._cluster: Cluster | None = None
 
     async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
         """Starts or joins Ray and builds the services concurrently.
@@ -109,9 +108,7 @@ class RayExecutor:
         await asyncio.gather(on_gpus(), build(name for name, spec in specs.items() if not (spec.gpus or spec.alone)))
 
     def _connect(self) -> None:
-        import ray
-
-        if ray.is_initialized():
+        if running():
             self._cluster = self._joined()
             return
         if self.address is None:
@@ -121,12 +118,12 @@ class RayExecutor:
             self._cluster = self._joined()
         self._connected = True
 
-    def _joined(self) -> Membership:
+    def _joined(self) -> Cluster:
         """Returns what the services have to know of a cluster with, perhaps, several nodes."""
         import ray
 
         here = None if ray.util.client.ray.is_connected() else ray.get_runtime_context().get_node_id()
-        return Membership(here, self._nodes, self._directory)
+        return Cluster(here, self._nodes, self._directory)
 
     def _check_gpus(self, specs: Iterable[Hosted]) -> None:
         """Checks that a local Ray has the GPUs that the run needs; it would wait for them forever.
@@ -141,11 +138,10 @@ class RayExecutor:
             check_count(wanted, ray.cluster_resources().get("GPU", 0))
 
     async def _host(self, spec: Hosted, stages: dict[str, Stage]) -> None:
-        workers = self._hosts.get(spec.name)
-        if workers is not None and workers.opened:
-            await workers.add(stages)
-        else:
-            await (workers or self._group(spec)).open(stages)
+        workers = self._hosts.get(spec.name) or self._group(spec)
+        was_up = workers.built
+        await workers.open(stages)
+        if not was_up:
             self._on_up(spec.name)
 
     def _group(self, spec: Hosted) -> WorkerGroup:
@@ -187,8 +183,8 @@ class RayExecutor:
             yield await self._events.get()
 
     def cancel(self, task: TaskId) -> None:
-        if running := self._running.pop(task, None):
-            running.cancel()
+        if call := self._running.pop(task, None):
+            call.cancel()
 
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:
         return await self._hosts[host].ask(method, *arguments)
@@ -196,16 +192,16 @@ class RayExecutor:
     async def close(self) -> None:
         """Ends the actors and a local Ray. A service that does not close within ``Hosted.close_s`` is killed."""
         report(ray="closing")
-        for running in self._running.values():
-            running.cancel()
+        for task in self._running.values():
+            task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         self._running.clear()
         for workers in self._hosts.values():
             workers.end()
         closing = [
-            asyncio.wait_for(fetch(actor.close.remote()), workers.spec.close_s)
+            asyncio.wait_for(actor.close.remote(), workers.spec.close_s)
             for workers in self._hosts.values()
-            for actor in workers
+            for actor in workers.actors.handles
         ]
         for answer in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(answer, tuple):

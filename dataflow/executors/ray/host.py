@@ -12,97 +12,105 @@ import gc
 import importlib
 import os
 import pickle
+import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+
+from loguru import logger
 
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.calling import OnChunk, method_of, run_stage
 from dataflow.executors.ray import tensors
 from dataflow.executors.ray.answers import answer_to, answering
-from dataflow.executors.ray.logs import KEPT, keep_lines
 from dataflow.executors.ray.nodes import see
-from dataflow.executors.ray.paths import SeesPaths, Where
 from dataflow.graph import Hosted
 from dataflow.system import clock
 from dataflow.system.address import family_of
-from dataflow.system.secrets import redact_logs
+from dataflow.system.secrets import redact, redact_logs
 from dataflow.usercode.failures import contained
 
 WORKING_DIRECTORY = "DATAFLOW_WORKING_DIRECTORY"
 """The environment variable with the run's working directory, to which the user's relative paths refer."""
 
+KEPT: deque[tuple[str, str]] = deque(maxlen=100)
+"""Level and text of the warnings of this process since its last report; Ray's log files have them, too."""
+
+
+def log_lines(lines: Iterable[tuple[str, str]]) -> None:
+    """Logs lines of another process in this one."""
+    for level, text in lines:
+        logger.log(level, "{}", text)
+
+
+def _taken() -> tuple[tuple[str, str], ...]:
+    """Returns the kept lines and forgets them."""
+    return tuple(KEPT.popleft() for _ in range(len(KEPT)))
+
 
 class Place(NamedTuple):
-    """Where a process is, and a port there that was free."""
+    """The node of a process, by its id and its address, and a port there that was free."""
 
-    where: Where
+    node: str
+    address: str
     port: int
 
 
-class Host(SeesPaths):
-    """One rank of a service, in its own actor."""
+class Host:
+    """One process of a service, in its own actor."""
 
     async def place(self) -> Place:
         """Returns where this process is, with a free port there, where the ranks can meet."""
-        import socket
+        import ray
 
-        where = self.where()
-        with socket.socket(family_of(where.address)) as s:
+        address = str(ray.util.get_node_ip_address())
+        with socket.socket(family_of(address)) as s:
             s.bind(("", 0))
-            return Place(where, s.getsockname()[1])
+            return Place(ray.get_runtime_context().get_node_id(), address, s.getsockname()[1])
+
+    async def sees(self, path: str) -> bool:
+        """Whether this process's node has a file."""
+        return os.path.exists(path)
 
     @answering
-    async def build(self, blob: bytes, environment: Mapping[str, str], *gpus: str) -> int:
-        """Builds the service and returns the process id.
+    async def build(self, blob: bytes, environment: Mapping[str, str], *gpus: str) -> None:
+        """Builds the service.
 
         Args:
-            blob: service and stages, as :func:`~dataflow.executors.ray.pickling.pickled` returns them.
+            blob: the pickled service and its stages.
             environment: variables to set before.
             gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
         """
         redact_logs()
-        keep_lines()
+        logger.add(
+            lambda message: KEPT.append((message.record["level"].name, redact(str(message.record["message"])))),
+            level="WARNING",
+        )
         os.environ.update(environment)
         with contextlib.suppress(OSError):  # Ray starts the workers of a cluster elsewhere; a node may lack it
             os.chdir(environment[WORKING_DIRECTORY])
         see(gpus)
-        spec, self.stages = pickle.loads(blob)
+        self.spec, self.stages = pickle.loads(blob)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self._last: asyncio.Future[None] | None = None  # ends after the functions of cancelled calls
-        self.name, self.service = spec.name, spec.build()
+        self.service = self.spec.build()
         tensors.register()
         settle_memory()
-        self._import_beforehand()
-        return os.getpid()
-
-    def _import_beforehand(self) -> None:
-        """Imports what stages import at their first call (``PRELOAD`` of their modules), while they wait for inputs.
-
-        In the service's thread, as that of the stages: two threads that import verl at once deadlock.
-        """
+        # What stages import at their first call, while they wait for inputs; in their thread, as two threads that
+        # import verl at once deadlock.
         modules = [sys.modules.get(stage.fn.__module__) for stage in self.stages.values()]
         for name in dict.fromkeys(name for module in modules for name in getattr(module, "PRELOAD", ())):
             self._thread.submit(importlib.import_module, name)
 
     async def add(self, blob: bytes) -> None:
-        """Adds stages."""
-        _spec, stages = pickle.loads(blob)
-        self.stages |= stages
+        """Adds pickled stages."""
+        self.stages |= pickle.loads(blob)
 
     @answering
     async def run(self, call: StageCall, keep: bool, *values: Any) -> Any:
-        """Runs a stage function.
-
-        Args:
-            call: what to run.
-            keep: whether to return the values.
-            *values: of the call.
-
-        Returns:
-            The report; then, with ``keep``, a value per field.
-        """
+        """Runs a stage function; returns the report and then, with ``keep``, a value per field."""
         report, written = await self._call(call, values)
         return (report, *written) if written and keep else report
 
@@ -145,6 +153,12 @@ class Host(SeesPaths):
         answer = method_of(self.service, method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
 
+    async def each(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        """Yields what an async generator of the service yields."""
+        async with contextlib.aclosing(method_of(self.service, method)(*arguments)) as answers:
+            async for answer in answers:
+                yield answer
+
     @answering
     async def close(self) -> tuple[tuple[str, str], ...]:
         """Closes the service; returns the lines that it logged since its last report."""
@@ -152,20 +166,20 @@ class Host(SeesPaths):
             closed = self.service.close()
             if asyncio.iscoroutine(closed):
                 await closed
-        return KEPT.take()
+        return _taken()
 
     async def _call(
         self, call: StageCall, values: Sequence[Any], on_chunk: OnChunk | None = None
     ) -> tuple[Report, tuple[Any, ...]]:
-        stage = self.stages[call.stage]
-        bound = {n: self.service for n, s in stage.services.items() if isinstance(s, Hosted) and s.name == self.name}
+        stage, name = self.stages[call.stage], self.spec.name
+        bound = {n: self.service for n, s in stage.services.items() if isinstance(s, Hosted) and s.name == name}
         await self._rested()
         try:
             report, written = await run_stage(stage, call, values, bound, clock.now, on_chunk, self._thread)
         except asyncio.CancelledError:
             self._last = asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
             raise
-        report.logged = KEPT.take()
+        report.logged = _taken()
         return report, written
 
     async def _rested(self) -> None:

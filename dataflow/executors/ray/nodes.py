@@ -1,25 +1,18 @@
-"""The nodes and GPUs of a service's processes: which it may use, what a cluster lacks for it, and its reservation.
-
-Nodes are rows of ``ray.nodes()``.
-"""
+"""The nodes and GPUs of a service's processes: which it may use, what a cluster lacks for it, and its reservation."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
-
-from loguru import logger
+from typing import Any, TypeAlias
 
 from dataflow.errors import ConfigError, counted
 
-Strategy: TypeAlias = Literal["pack", "spread", "strict_pack", "strict_spread"]
-Node: TypeAlias = Mapping[str, Any]
+Labels: TypeAlias = Mapping[str, str]
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -28,80 +21,46 @@ _CPU = 0.001
 
 
 @dataclass(frozen=True)
-class NodeRule:
-    """On which nodes the processes of a service run.
+class Cluster:
+    """A cluster that the run has joined.
 
     Attributes:
-        labels: that a node must have; a value may be one of Ray's selectors, such as ``in(a,b)``.
-        strategy: of several processes: on few nodes (pack) or on many (spread); with ``strict_`` on one, or one each.
+        here: id of the node of the process that starts services; None for a remote client, which is on none.
+        labels: that the nodes of a service must have, by service; a value may be a selector of Ray's, as ``in(a,b)``.
+        directory: of the run; None if it has none.
     """
 
-    labels: Mapping[str, str] = field(default_factory=dict)
-    strategy: Strategy = "pack"
+    here: str | None = None
+    labels: Mapping[str, Labels] = field(default_factory=dict)
+    directory: str | None = None
 
 
-def alive(rows: Sequence[Node]) -> list[Node]:
-    """Returns the nodes that are alive, of those that ``ray.nodes()`` returns."""
-    return [row for row in rows if row["Alive"]]
-
-
-def lacking(rule: NodeRule, number: int, bundle: Mapping[str, float], nodes: Sequence[Node]) -> str:
+def lacking(labels: Labels, number: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> str:
     """Returns what the nodes of a cluster lack for the processes of a service, as a clause; "" if nothing is known.
 
-    Resources that other processes use are not considered.
-
     Args:
-        rule: of the service.
+        labels: that a node must have.
         number: of its processes.
         bundle: resources of each.
-        nodes: that are alive.
+        nodes: rows of ``ray.nodes()``; what other processes use of them is not considered.
     """
-    labelled = [node for node in nodes if all(_selected(s, node["Labels"].get(n)) for n, s in rule.labels.items())]
-    wanted = ", ".join(f"{name}={value}" for name, value in rule.labels.items())
-    of = f" with the label {wanted}" if wanted else ""
-    if not nodes:
-        return "the cluster has no node that is alive"
-    if not labelled:
-        return f"no node of the cluster has the label {wanted} (it has {'; '.join(map(_named, nodes[:8]))})"
+
+    def selected(selector: str, value: str | None) -> bool:
+        text = selector.removeprefix("!")
+        names = text[3:-1].split(",") if text.startswith("in(") else [text]
+        return (value in [name.strip() for name in names]) != selector.startswith("!")
+
+    alive = [node for node in nodes if node["Alive"]]
+    fit = [node for node in alive if all(selected(s, node["Labels"].get(n)) for n, s in labels.items())]
+    wanted = ", ".join(f"{name}={value}" for name, value in labels.items())
+    if not fit:
+        return f"no node of the cluster has the label {wanted}"
     kind, each = next(iter(bundle.items()))
-    rooms = [room for node in labelled if (room := int(node["Resources"].get(kind, 0) / each + 1e-9))]
-    if not rooms:
-        return f"no node{of} has {'a CPU' if kind == 'CPU' else counted(each, kind)}"
-    if rule.strategy == "strict_spread" and len(rooms) < number:
-        return f"strategy=strict_spread needs {number} nodes{of}, and the cluster has {len(rooms)}"
-    if rule.strategy == "strict_pack" and max(rooms) < number:
-        return f"strategy=strict_pack needs {counted(number * each, kind)} on one node{of}, and no node has them"
-    if sum(rooms) < number:
-        return f"it needs {counted(number * each, kind)}, and the nodes{of} can give it {sum(rooms) * each:g}"
-    return ""
-
-
-def _selected(selector: str, value: str | None) -> bool:
-    """Returns whether a value of a label (None: it has none) is what a selector of Ray's names."""
-    text = selector.removeprefix("!")
-    names = text[3:-1].split(",") if text.startswith("in(") and text.endswith(")") else [text]
-    return (value in [name.strip() for name in names]) != selector.startswith("!")
-
-
-def _named(node: Node) -> str:
-    """Returns a node's address and the labels that its user gave it."""
-    own = ", ".join(f"{k}={v}" for k, v in sorted(node["Labels"].items()) if not k.startswith("ray.io/"))
-    return f"{node['NodeManagerAddress']}: {own or 'no label'}"
-
-
-def log_nodes(what: str, ids: Sequence[str]) -> None:
-    """Logs where the processes of a service are, if the cluster has several nodes.
-
-    Args:
-        what: the service.
-        ids: of the node of each process.
-    """
-    import ray
-
-    nodes = {node["NodeID"]: _named(node) for node in alive(ray.nodes())}
-    if len(nodes) > 1:
-        found = [f"{nodes.get(id, 'a lost node')} x {number}" for id, number in Counter(ids).items()]
-        logger.info(f"{what} runs on {'; '.join(found)}")
+    there = sum(node["Resources"].get(kind, 0) for node in fit)
+    if there >= number * each:
+        return ""
+    of = f" with the label {wanted}" if wanted else ""
+    return f"it needs {counted(number * each, kind)}, and the nodes{of} have {there:g}"
 
 
 class Places:
@@ -112,10 +71,10 @@ class Places:
     holds it, all on one node; the process itself requests no GPU and uses those of its slots.
 
     Args:
-        number: of processes.
+        number: of processes; those with GPUs are put on few nodes, others on many.
         share: of each GPU of a process, at most 1; or a whole number of GPUs.
         devices: number of such shares of each process.
-        rule: for the nodes; None leaves them to Ray, as on a cluster of one.
+        labels: that a node must have; None leaves the nodes to Ray, as on a cluster of one.
 
     Attributes:
         bundle: resources of a process.
@@ -126,41 +85,41 @@ class Places:
         ConfigError: ``share`` is over 1 and not a whole number.
     """
 
-    def __init__(self, number: int, share: float, devices: int = 1, rule: NodeRule | None = None) -> None:
+    def __init__(self, number: int, share: float, devices: int = 1, labels: Labels | None = None) -> None:
         if share > 1 and share != int(share):
             raise ConfigError(f"{share:g} GPUs for a process: Ray shares one GPU, not several; give whole ones.")
         self.bundle: dict[str, float] = {"GPU": share * devices} if share else {"CPU": _CPU}
+        self.seen: list[list[Any]] = [[] for _ in range(number)]
         self._groups: list[Any] = []
         self._slots: list[Any] = []
-        self.seen: list[list[Any]] = [[] for _ in range(number)]
-        labels = dict(rule.labels) if rule else {}
+        own = dict(labels or {})
         if devices > 1 and share != int(share):
-            self.options = [self._take_slots(at, share, devices, labels) for at in range(number)]
+            self.options = [self._take_slots(at, share, devices, own) for at in range(number)]
             return
-        where: list[dict[str, Any]] = [{"label_selector": labels} if labels else {}] * number
-        if rule is not None and number > 1:
-            where = [{"scheduling_strategy": at} for at in self._group([self.bundle] * number, rule.strategy, labels)]
+        where: list[dict[str, Any]] = [{"label_selector": own} if own else {}] * number
+        if labels is not None and number > 1:
+            where = self._group([self.bundle] * number, "PACK" if share else "SPREAD", own)
         self.options = [{"num_cpus": 0, "num_gpus": share * devices, **each} for each in where]
 
-    def _group(self, bundles: list[dict[str, float]], strategy: Strategy, labels: dict[str, str]) -> list[Any]:
-        """Reserves resources together; returns what names each of them to Ray."""
+    def _group(self, bundles: list[dict[str, float]], strategy: str, labels: dict[str, str]) -> list[dict[str, Any]]:
+        """Reserves resources together; returns the option that names each of them to Ray."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         selectors = {"bundle_label_selector": [labels] * len(bundles)} if labels else {}
-        group = placement_group(bundles, strategy=strategy.upper(), **selectors)
+        group = placement_group(bundles, strategy=strategy, **selectors)
         self._groups.append(group)
-        return [PlacementGroupSchedulingStrategy(group, at) for at in range(len(bundles))]
+        return [{"scheduling_strategy": PlacementGroupSchedulingStrategy(group, at)} for at in range(len(bundles))]
 
     def _take_slots(self, process: int, share: float, devices: int, labels: dict[str, str]) -> dict[str, Any]:
         import ray
 
-        at = self._group([{"GPU": share}] * devices, "strict_pack", labels)
+        where = self._group([{"GPU": share}] * devices, "STRICT_PACK", labels)
         slot = ray.remote(_Slot)
-        slots = [slot.options(num_cpus=0, num_gpus=share, scheduling_strategy=each).remote() for each in at]
+        slots = [slot.options(num_cpus=0, num_gpus=share, **each).remote() for each in where]
         self._slots += slots
         self.seen[process] = [each.gpu.remote() for each in slots]
-        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": at[0]}
+        return {"num_cpus": 0, "num_gpus": 0, **where[0]}
 
     def release(self) -> None:
         """Releases what was reserved; GPUs that an actor requested itself are released with the actor."""

@@ -1,14 +1,12 @@
 """Records which finished tasks have to run again when a service is rebuilt, because its memory held their results.
 
-Pure bookkeeping. For a stage that leaves a state in its service (a weight sync), the record keeps the newest task. For
-a stage that submits groups (a reward request), it keeps each step's submissions, and which of their groups later stages
-of the service, the takers, have returned. A step's submissions are dropped when all tasks of its takers have ended,
-so the record holds the steps in flight only.
+Pure bookkeeping. Of a stage that leaves a state in its service (a weight sync) the newest task counts. Of one that
+submits groups (a reward request) the submissions of a step count until the tasks of its takers, the later stages of the
+service that return these groups, have all ended; those groups that they have returned are left out.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,27 +25,14 @@ class Submission:
     values: Sequence[Any]
     groups: tuple[int, ...]
 
-    def without(self, groups: Container[int]) -> Submission:
-        """Returns the same submission without these groups."""
-        rest = tuple(g for g in self.groups if g not in groups)
-        return replace(self, call=_narrowed(self.call, self.groups, rest), groups=rest)
-
 
 @dataclass
-class _Kept:
-    """One step's submissions of one stage.
+class _Step:
+    """What a step has submitted, what its takers have returned, and how many tasks each of them has left."""
 
-    Attributes:
-        takers: stages with tasks of the step that have not ended.
-        tasks: the submissions.
-        returned: ids of the groups that the takers have returned.
-        ended: number of ended tasks of each taker.
-    """
-
-    takers: set[str]
-    tasks: dict[TaskId, Submission] = field(default_factory=dict)
+    submissions: dict[TaskId, Submission] = field(default_factory=dict)
     returned: set[int] = field(default_factory=set)
-    ended: Counter[str] = field(default_factory=Counter)
+    left: dict[str, int] = field(default_factory=dict)
 
 
 class Replays:
@@ -59,66 +44,61 @@ class Replays:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._takers: dict[str, set[str]] = {}
-        self._kept: dict[tuple[int, str], _Kept] = {}
+        self._takers: dict[str, set[str]] = {}  # by the stage that submits
         self._states: set[str] = set()
         self._newest: dict[str, Submission] = {}
+        self._steps: dict[tuple[int, str], _Step] = {}
 
     def __len__(self) -> int:
         """Returns the number of finished tasks that are kept."""
-        return len(self._newest) + sum(len(kept.tasks) for kept in self._kept.values())
+        return len(self._newest) + sum(len(step.submissions) for step in self._steps.values())
 
     def learn(self, pipeline: Pipeline) -> None:
         """Finds the stages of the service that replay, and the stages that return what those submit."""
-        for s in pipeline.stages:
-            if not s.replays or _host_of(s) != self._host:
+        for stage in pipeline.stages:
+            if not stage.replays or _host_of(stage) != self._host:
                 continue
-            if pipeline.states.intersection(s.writes):
-                self._states.add(s.name)
-            else:
-                self._takers.setdefault(s.name, set()).update(_takers(pipeline, s))
+            if pipeline.states.intersection(stage.writes):
+                self._states.add(stage.name)
+            elif takers := _takers(pipeline, stage):
+                self._takers.setdefault(stage.name, set()).update(takers)
 
-    def ended(self, submission: Submission | None, task: Task, groups: tuple[int, ...] | None) -> None:
-        """Records the end of a task of the service.
+    def ended(self, submission: Submission | None, task: Task, groups: Sequence[int] | None) -> None:
+        """Records the end of a task.
 
         Args:
-            submission: the task's submission, if its stage replays.
-            task: that finished without an error.
-            groups: ids that it returned, if its stage collects.
+            submission: of the task, if its stage replays.
+            task: that ended.
+            groups: that it returned, if it collects.
 
         Raises:
-            DataflowError: the stage replays, but left neither groups nor a state.
+            DataflowError: its stage replays, but submits no groups and writes no state.
         """
-        i = task.id
-        if submission is not None and i.stage in self._states:
-            self._newest[i.stage] = submission
-        if submission is not None and self._takers.get(i.stage):
+        step, stage = task.id.step, task.id.stage
+        if submission is not None and stage in self._states:
+            self._newest[stage] = submission
+        elif submission is not None and stage in self._takers:
             if not submission.groups and submission.call.groups != ():  # all returned before its answer was lost
                 raise DataflowError(
-                    f"stage '{i.stage}' replays, so it must read a Batch of the groups that it submits, or "
-                    "write a state."
+                    f"stage '{stage}' replays, so it must read a Batch of the groups that it submits, or write a state."
                 )
-            kept = self._kept.setdefault((i.step, i.stage), _Kept(set(self._takers[i.stage])))
-            kept.tasks[i] = submission
-        for stage, takers in self._takers.items():
-            if i.stage in takers and (i.step, stage) in self._kept:
-                self._take((i.step, stage), i, groups or ())
-
-    def _take(self, key: tuple[int, str], taker: TaskId, groups: Sequence[int]) -> None:
-        kept = self._kept[key]
-        kept.returned.update(groups)
-        kept.ended[taker.stage] += 1
-        if kept.ended[taker.stage] == taker.parts:
-            kept.takers.discard(taker.stage)
-        if not kept.takers:
-            del self._kept[key]
+            self._steps.setdefault((step, stage), _Step()).submissions[task.id] = submission
+        for submits, takers in self._takers.items():
+            if stage in takers and (kept := self._steps.get((step, submits))) is not None:
+                kept.returned.update(groups or ())
+                kept.left[stage] = kept.left.get(stage, task.id.parts) - 1
+                if all(kept.left.get(taker) == 0 for taker in takers):
+                    del self._steps[step, submits]
 
     def left(self) -> list[Submission]:
         """Returns the submissions to run again: states first, then by step, each for its groups not returned yet."""
         found = list(self._newest.values())
-        for key in sorted(self._kept):
-            kept = self._kept[key]
-            found += [rest for was in kept.tasks.values() if (rest := was.without(kept.returned)).groups]
+        for key in sorted(self._steps):
+            step = self._steps[key]
+            rests = [(was, _without(was.groups, step.returned)) for was in step.submissions.values()]
+            found += [
+                replace(was, call=_narrowed(was.call, was.groups, rest), groups=rest) for was, rest in rests if rest
+            ]
         return found
 
     def narrowed(self, task: Task, call: StageCall) -> StageCall:
@@ -126,27 +106,31 @@ class Replays:
 
         Some may be: the service accepted the submission and died before its answer arrived.
         """
-        kept = self._kept.get((task.id.step, task.id.stage))
+        kept = self._steps.get((task.id.step, task.id.stage))
         if kept is None or call.groups is None:
             return call
-        return _narrowed(call, call.groups, tuple(g for g in call.groups if g not in kept.returned))
+        return _narrowed(call, call.groups, _without(call.groups, kept.returned))
 
 
-def _narrowed(call: StageCall, of: tuple[int, ...], groups: tuple[int, ...]) -> StageCall:
+def _without(groups: Sequence[int], returned: Container[int]) -> tuple[int, ...]:
+    return tuple(group for group in groups if group not in returned)
+
+
+def _narrowed(call: StageCall, of: Sequence[int], groups: tuple[int, ...]) -> StageCall:
     if len(groups) == len(of):
         return call
     return replace(call, groups=groups, info=replace(call.info, groups=groups))
 
 
-def _host_of(s: Stage) -> str | None:
-    return s.host.name if s.host else None
+def _host_of(stage: Stage) -> str | None:
+    return stage.host.name if stage.host else None
 
 
 def _takers(pipeline: Pipeline, submits: Stage) -> set[str]:
     """Returns the stages downstream in the step that use the same service and run on the same steps."""
     reached = {submits.name}
-    for s in pipeline.order:
-        if any(t is s and source.name in reached and lag == "none" for source, t, _field, lag in pipeline.edges):
-            reached.add(s.name)
+    for stage in pipeline.order:
+        if any(to is stage and source.name in reached and lag == "none" for source, to, _field, lag in pipeline.edges):
+            reached.add(stage.name)
     beside = [pipeline.by_name[name] for name in reached - {submits.name}]
     return {s.name for s in beside if _host_of(s) == _host_of(submits) and s.every == submits.every}

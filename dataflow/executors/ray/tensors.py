@@ -8,10 +8,25 @@ from __future__ import annotations
 
 import pickle
 import sys
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class ReadInPlace(dict[str, "Tensor"]):
+    """Tensors that each process of a node reads in Ray's memory, without a copy; they are read-only there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_in_place, ({name: sent(value.detach().cpu()) for name, value in self.items()},)
+
+
+def _read_in_place(forms: Mapping[str, Any]) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return {name: received(form, copies=False) for name, form in forms.items()}
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""The worker group of a service: its actors, the tasks that run in them, and recovery when they die.
+"""The worker group of a service: the tasks that run in its actors, and recovery when they die.
 
 If ``Hosted.restarts`` allows it, no task is lost when a service dies. After every call to the dead service has failed
 or answered, the group builds a new one, submits again the groups that the dead one had not returned yet
@@ -9,27 +9,28 @@ answered counts and is not repeated, so no group is returned twice. A task that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from loguru import logger
 
 from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.executors.base import Chunk, Done, Report, StageCall
-from dataflow.executors.ray.actors import Actors, Membership
-from dataflow.executors.ray.answers import cause, died, fetch
-from dataflow.executors.ray.logs import log_lines
-from dataflow.executors.ray.pickling import pickled
+from dataflow.executors.ray.actors import Actors
+from dataflow.executors.ray.answers import cause, died, first_failure
+from dataflow.executors.ray.host import log_lines
+from dataflow.executors.ray.nodes import Cluster
 from dataflow.executors.ray.replays import Replays, Submission
-from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
+from dataflow.graph import Hosted, Pipeline, Stage, Task
+from dataflow.usercode.pickling import dumps
 
-_NAMED = 4  # tasks named in a warning; the others are counted
+T = TypeVar("T")
 _FREEZES = 3  # of a service that end the run: a call that froze it is made again, and freezes it again
 
 
 class WorkerGroup:
-    """The actors of one service, one per rank, and the tasks that run in them.
+    """The tasks of one service.
 
     Args:
         spec: the service.
@@ -39,7 +40,9 @@ class WorkerGroup:
         cluster: that the run has joined; None for a Ray of its own.
 
     Attributes:
-        actors: of the current service.
+        actors: of the service, one per rank.
+        stages: that run in them.
+        built: whether the service has been built, perhaps more than once.
         deaths: of the service so far.
         replays: tasks to submit again after a restart.
     """
@@ -50,27 +53,18 @@ class WorkerGroup:
         threads: int,
         deadline_s: float,
         on_chunk: Callable[[Chunk], None],
-        cluster: Membership | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
-        self.spec = spec
-        self.deadline_s = deadline_s
+        self.spec, self.deadline_s = spec, deadline_s
         self.actors = Actors(spec, threads, cluster)
+        self.stages: dict[str, Stage] = {}
         self.deaths = 0
         self.replays = Replays(spec.name)
         self._on_chunk = on_chunk
-        self._blobs: list[bytes] = []
-        self._generation = 0
-        self._running: dict[TaskId, asyncio.Task[Done] | None] = {}  # the latest call of each; None before the first
+        self.built = False
+        self._calls: set[asyncio.Task[Any]] = set()
         self._restarting: asyncio.Task[None] | None = None
         self._closed = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.actors)
-
-    @property
-    def opened(self) -> bool:
-        """Whether :meth:`open` was called; further stages are added by :meth:`add`."""
-        return bool(self._blobs)
 
     def learn(self, pipeline: Pipeline) -> None:
         """Finds which stages of the pipeline have to run again after a restart."""
@@ -86,13 +80,21 @@ class WorkerGroup:
         await self._in_time(self.actors.place())
 
     async def open(self, stages: Mapping[str, Stage]) -> None:
-        """Builds the service.
+        """Builds the service with these stages, or adds them to those that it has.
 
         Raises:
             RunError: it is not up in time, or its factory raised.
         """
-        self._blobs.append(pickled(self.spec, stages))
-        await self._in_time(self.actors.build(self._blobs))
+        self.stages |= stages
+        if self.built:
+            blob = dumps(dict(stages))
+            await self._all(lambda actor: actor.add.remote(blob))
+        else:
+            await self._in_time(self._build())
+            self.built = True
+
+    async def _build(self) -> None:
+        await self.actors.build(dumps((self.spec, self.stages)))
 
     async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -101,16 +103,16 @@ class WorkerGroup:
         except Exception as error:
             self._raise_not_built(error)
 
-    async def add(self, stages: Mapping[str, Stage]) -> None:
-        """Adds stages of the service."""
-        blob = pickled(self.spec, stages)
-        self._blobs.append(blob)
-        await self._all(lambda actor: actor.add.remote(blob))
-
     async def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the service on all ranks; returns the first rank's answer."""
-        answers = await self._all(lambda actor: actor.ask.remote(method, *arguments))
-        return answers[0]
+        return (await self._all(lambda actor: actor.ask.remote(method, *arguments)))[0]
+
+    async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
+        async def attempt() -> list[Any]:
+            return await first_failure([call(actor) for actor in self.actors.handles])
+
+        answers, _deaths = await self._until_answered(attempt)
+        return answers
 
     def end(self) -> None:
         """Rebuilds the service no more; its calls may fail from now on."""
@@ -139,29 +141,11 @@ class WorkerGroup:
                 "give Hosted(concurrent=True), or leave +stream out of the policy."
             )
         emitted: dict[int, tuple[Any, ...]] = {}
-        lost = 0
-        self._running[task.id] = None
-        try:
-            while True:
-                await self._up()
-                generation = self._generation
-                attempt = self._running[task.id] = asyncio.ensure_future(self._attempt(task, call, values, emitted))
-                try:
-                    done = await attempt
-                    break
-                except Exception as error:
-                    await self._restarted(generation, error)
-                    lost += 1
-        except asyncio.CancelledError:
-            if len(self._running) == 1 and self._restarting is not None:
-                self._restarting.cancel()  # nothing waits for it any more
-            raise
-        finally:
-            del self._running[task.id]
-        if lost:
+        done, deaths = await self._until_answered(lambda: self._attempt(task, call, values, emitted))
+        if deaths:
             assert done.report is not None
             done.report.begin = min(done.report.begin, now)  # exposed waits for it count from its first start
-            done.report.facts["restarted"] = lost
+            done.report.facts["restarted"] = deaths
         return done
 
     async def _attempt(
@@ -172,20 +156,20 @@ class WorkerGroup:
         So the record of replays is complete when all attempts have ended.
         """
         call = replace(self.replays.narrowed(task, call), emitted=tuple(emitted))
+        first, *others = self.actors.handles
         refs: list[Any] = []
         try:
             if task.emits > 1:
                 before = [value for chunk in emitted.values() for value in chunk]
-                answers = self.actors.first.stream.options(num_returns="streaming").remote(call, *values, *before)
+                answers = first.stream.options(num_returns="streaming").remote(call, *values, *before)
                 refs = [answers]
                 report, written = await self._streamed(task, answers, emitted)
             else:
                 # The first rank returns the values; the others take part in collectives and only report.
-                calls = [actor.run for actor in self.actors]
-                first = calls[0].options(num_returns=1 + len(task.stage.writes)).remote(call, True, *values)
-                answer, *handles = first if isinstance(first, list) else [first]
-                refs = [answer, *(each.remote(call, False, *values) for each in calls[1:])]
-                (report, *_others), written = await self.actors.outcome(refs), tuple(handles)
+                made = first.run.options(num_returns=1 + len(task.stage.writes)).remote(call, True, *values)
+                answer, *handles = made if isinstance(made, list) else [made]
+                refs = [answer, *(actor.run.remote(call, False, *values) for actor in others)]
+                (report, *_others), written = await first_failure(refs), tuple(handles)
         except asyncio.CancelledError:
             import ray
 
@@ -203,7 +187,7 @@ class WorkerGroup:
     ) -> tuple[Report, tuple[Any, ...]]:
         """Waits for the end of one streaming call and passes on its chunks."""
         while True:
-            found = await fetch(await anext(answers))
+            found = await (await anext(answers))
             values = tuple([await anext(answers) for _field in task.stage.writes])
             if isinstance(found, Report):
                 return found, values
@@ -212,63 +196,59 @@ class WorkerGroup:
 
     # --- deaths -------------------------------------------------------------------------------------------
 
-    async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
-        """Calls every rank; a call that dies with the service is repeated after the restart."""
-        while True:
-            await self._up()
-            generation = self._generation
-            try:
-                return await self.actors.outcome([call(actor) for actor in self.actors])
-            except Exception as error:
-                await self._restarted(generation, error)
-
-    async def _restarted(self, generation: int, error: Exception) -> None:
-        """Waits until the service that failed a call has been rebuilt.
-
-        Args:
-            generation: of the service that was called; each restart begins a new one.
-            error: that the call raised.
+    async def _until_answered(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, int]:
+        """Makes a call, and again after each restart of the service; returns its answer, and the number of restarts.
 
         Raises:
-            ServiceLost: it died with its node, and may not be rebuilt.
-            Exception: ``error``, if the service did not die or may not be rebuilt.
+            ServiceLost: the service died and may not be rebuilt.
+            Exception: that the call raised, or rebuilding the service.
         """
-        if not died(error) or self._closed:
-            raise error
-        if not self.spec.restarts:
-            if reason := await self.actors.death_reason(error):
-                raise ServiceLost(f"'{self.spec.name}' died: {reason.rstrip('.')}") from error
-            raise error
-        if generation == self._generation and self._restarting is None:
-            self._restarting = asyncio.create_task(self._restart(error))
-        await self._up()
+        deaths = 0
+        while True:
+            await self._up()
+            began = self.deaths
+            call = asyncio.create_task(attempt())
+            self._calls.add(call)
+            try:
+                return await call, deaths
+            except Exception as error:
+                if not died(error) or self._closed:
+                    raise
+                if not self.spec.restarts:
+                    why = self.actors.death_reason()
+                    raise (ServiceLost(f"'{self.spec.name}' died: {why}") if why else cause(error)) from error
+                if began == self.deaths and self._restarting is None:  # else it was rebuilt since then
+                    self._restarting = asyncio.create_task(self._restart(error))
+                deaths += 1
+            finally:
+                self._calls.discard(call)
 
     async def _up(self) -> None:
         """Waits for a restart in progress."""
-        restarting = self._restarting
-        if restarting is None:
-            return
-        try:
+        if self._restarting is not None:
             # Shielded, so that a cancelled waiter does not cancel the restart for the others.
-            await asyncio.shield(restarting)
-        except asyncio.CancelledError:
-            if not restarting.cancelled():
-                raise
-            raise RunError(f"'{self.spec.name}' died and was not rebuilt: the run was stopped.") from None
+            await asyncio.shield(self._restarting)
 
     async def _restart(self, error: Exception) -> None:
         """Rebuilds the service, again if it dies meanwhile; the tasks that wait for it send their calls again then."""
         while True:
-            reason = await self.actors.death_reason(error)
+            reason = self.actors.death_reason()
             self._count(error, reason)
             self.actors.kill()
             try:
                 async with asyncio.timeout(self.deadline_s):
-                    if calls := [attempt for attempt in self._running.values() if attempt is not None]:
-                        await asyncio.wait(calls)
+                    if self._calls:
+                        await asyncio.wait(self._calls)
                     left = self.replays.left()
-                    self._warn(left, reason)
-                    await self.actors.build(self._blobs)
+                    logger.warning(
+                        "'{}' died ({}): restart {} of {}; rebuilding it, then running its tasks again{}.",
+                        self.spec.name,
+                        reason.rstrip(".") or "killed, or out of memory",
+                        self.deaths,
+                        self.spec.restarts,
+                        "".join(f", {s.task} for {len(s.groups)} groups" for s in left if s.groups),
+                    )
+                    await self._build()
                     for submission in left:
                         await self._replay(submission)
                 break
@@ -276,7 +256,6 @@ class WorkerGroup:
                 if not died(newer):
                     self._raise_not_built(newer)
                 error = newer
-        self._generation += 1
         self._restarting = None
 
     def _count(self, error: Exception, reason: str) -> None:
@@ -288,19 +267,6 @@ class WorkerGroup:
                 f"{self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; the last: "
                 f"{reason or cause(error)}"
             ) from error
-
-    def _warn(self, left: Sequence[Submission], reason: str) -> None:
-        submitted = [f"{s.task} for {len(s.groups)} groups" if s.groups else str(s.task) for s in left]
-        again = submitted + [str(i) for i in self._running]
-        names = ", ".join(again[:_NAMED]) + (f" and {len(again) - _NAMED} more" if len(again) > _NAMED else "")
-        logger.warning(
-            "'{}' died ({}): restart {} of {}; rebuilding it{}.",
-            self.spec.name,
-            reason.rstrip(".") or "killed, or out of memory",
-            self.deaths,
-            self.spec.restarts,
-            f", then running again: {names}" if again else "",
-        )
 
     async def _replay(self, submission: Submission) -> None:
         try:
@@ -320,11 +286,10 @@ class WorkerGroup:
 
         spec, why = self.spec, cause(error)
         if isinstance(error, TimeoutError) and not isinstance(error, ray.exceptions.RayError):
-            share = " x ".join(f"{n:g}" for n in (spec.ranks, spec.devices, spec.gpus) if n != 1 or n is spec.gpus)
-            gpus = f"it needs {share} GPUs: does the cluster have them ('ray status')?"
-            busy = "is the machine out of memory, or busy with something else?"
             missing = self.actors.lacking() if ray.is_initialized() else ""
-            hint = f"{missing}." if missing else gpus if spec.gpus else busy
+            needs = f"it needs {spec.ranks * spec.devices * spec.gpus:g} GPUs: are they free ('ray status')?"
+            busy = "is the machine out of memory, or busy with something else?"
+            hint = f"{missing}." if missing else needs if spec.gpus else busy
             raise RunError(f"'{spec.name}' was not up after {self.deadline_s:.0f} s; {hint}") from error
         if isinstance(why, DataflowError):
             raise why from (error.__cause__ if why is error else error)  # never from itself: a lost value is its cause

@@ -13,10 +13,9 @@ from typing import Any
 from dataflow.config.reward import asked_of, concurrency_of, model_of, source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError, ModelError
-from dataflow.executors.ray.paths import SharedPaths
 from dataflow.models.size import count
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
-from dataflow.running.services.nodes import node_rules, on_cluster, shared_files
+from dataflow.running.services.nodes import node_labels
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -140,7 +139,6 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
         gpus=pools.trainer_gpus,
         concurrent=True,  # a checkpoint is written while it trains
         run_directory=config.checkpoint.export,
-        files=shared_files({"model.path": config.model.path, "trainer.lora.adapter": config.trainer.lora.adapter}),
     )
 
 
@@ -151,12 +149,11 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         config: a :class:`~dataflow.config.run.RunConfig` with a section ``critic``.
         pools: made with ``critic=True``.
     """
-    own = config.critic.path
     return Hosted(
         "critic",
         CRITIC,
         {
-            "model": own or config.model.path,
+            "model": config.critic.path or config.model.path,
             "critic": config.critic,
             "total_steps": config.steps,
             "seed": config.seed,
@@ -167,12 +164,6 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         ranks=config.trainer.world_size,
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
-        files=shared_files(
-            {
-                "critic.path" if own else "model.path": own or config.model.path,
-                "critic.lora.adapter": config.critic.lora.adapter,
-            }
-        ),
     )
 
 
@@ -243,9 +234,8 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
     # The prompt of a later turn includes the turns before it.
     turns = config.tools.max_response_tokens if config.tools.offered else 0
     longest = config.data.max_prompt_length + turns
-    files = shared_files({"model.path": config.model.path, "tools.path": config.tools.path})
     if kind == "http":
-        return _servers_host(config, longest, files)
+        return _servers_host(config, longest)
     options: dict[str, Any] = {
         "model": config.model.path,
         "max_prompt_length": longest,
@@ -280,8 +270,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "gpus": gpus,
             "devices": workers,
             "threads": config.trainer.threads,
-            "nodes": node_rules(config).get("rollout"),
-            "paths": SharedPaths("rollout", files) if on_cluster(config) else None,
+            "nodes": node_labels(config).get("rollout"),
         }
         factory, gpus, workers = REPLICAS, 0.0, 1
     return Hosted(
@@ -295,11 +284,10 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if kind == "vllm" else 1.0,
-        files=files,
     )
 
 
-def _servers_host(config: Any, longest: int, files: dict[str, str]) -> Hosted:
+def _servers_host(config: Any, longest: int) -> Hosted:
     """Returns the host of the client of inference servers that run elsewhere."""
     draw = config.engine
     return Hosted(
@@ -321,7 +309,6 @@ def _servers_host(config: Any, longest: int, files: dict[str, str]) -> Hosted:
         restarts=draw.restarts,
         here=True,  # it may reach servers that only this machine does
         run_directory=draw.weights_dir is None,
-        files=files,
     )
 
 

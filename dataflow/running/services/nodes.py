@@ -1,15 +1,13 @@
-"""Where the services of a run are on a cluster: the rules of its configuration, and the files that their nodes need."""
+"""Where the services of a run are on a cluster: the rules of its configuration."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from dataflow.config.base import BaseConfig
 from dataflow.errors import ConfigError, nearest
 from dataflow.executors.ray.connection import running
-from dataflow.executors.ray.nodes import NodeRule
 from dataflow.stage import Hosted
 
 CONTROLLER = "controller"
@@ -27,13 +25,13 @@ def _served(config: Any) -> dict[str, int]:
     return {name: model.replicas for name, model in models.items() if model.url is None}
 
 
-def node_rules(config: BaseConfig) -> dict[str, NodeRule]:
-    """Returns the rules for the nodes of services on a cluster, by service."""
-    rules = {name: NodeRule(each.labels, each.strategy) for name, each in config.ray.nodes.items()}
+def node_labels(config: BaseConfig) -> dict[str, dict[str, str]]:
+    """Returns the labels that the nodes of services on a cluster must have, by service."""
+    found = {name: each.labels for name, each in config.ray.nodes.items()}
     for name, replicas in _served(config).items():
-        if name in rules:
-            rules |= {f"{name}-{number}": rules[name] for number in range(replicas)}
-    return rules
+        if name in found:
+            found |= {f"{name}-{number}": found[name] for number in range(replicas)}
+    return found
 
 
 def check_nodes(config: BaseConfig, hosts: Mapping[str, Hosted]) -> None:
@@ -54,13 +52,3 @@ def check_nodes(config: BaseConfig, hosts: Mapping[str, Hosted]) -> None:
             raise ConfigError(f"{key}: the run has no service of that name{hint}")
         if not on_cluster(config):
             raise ConfigError(f"{key} has no effect, as the run joins no cluster; give ray.address, or leave it out.")
-
-
-def shared_files(paths: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the files that the nodes of a service must have, by key: those that are on this machine.
-
-    Args:
-        paths: by key; None for one that is not given. The name of a model on the hub is no file.
-    """
-    places = {key: os.path.abspath(os.path.expanduser(path)) for key, path in paths.items() if path is not None}
-    return {key: place for key, place in places.items() if os.path.exists(place)}

@@ -27,7 +27,7 @@ from dataflow.rewards.functions import load_reward, takes
 from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
 from dataflow.running.services.hosting import SHARES
-from dataflow.running.services.nodes import on_cluster, shared_files
+from dataflow.running.services.nodes import on_cluster
 from dataflow.stage import Hosted
 from dataflow.system.extras import not_installed
 from dataflow.system.loopback import ADDRESS
@@ -162,7 +162,6 @@ def model_hosts(
             # Over half of what is left of a GPU, so that Ray puts no two servers of a model on one.
             share = math.floor(left * 6000) / 10000
             left -= share
-        key = f"reward.models.{name}"
         for number in range(model.replicas):
             server = f"{name}-{number}"
             found[server] = Hosted(
@@ -185,7 +184,6 @@ def model_hosts(
                 close_s=2 * CLOSE_S,
                 here=not gpus,
                 run_directory=True,
-                files=shared_files({f"{key}.path": model.path, f"{key}.template": model.template}),
             )
     return found
 
