@@ -196,7 +196,7 @@ def test_a_pipeline_runs_to_its_end(executor, policy):
 
 @pytest.mark.parametrize(
     ("executor", "staleness"),
-    [("inline", 0), ("inline", 2), pytest.param("ray", 1, marks=pytest.mark.heavy)],
+    [("inline", 0), ("inline", 2)],
     indirect=["executor"],
 )
 def test_a_run_goes_on_from_restored_values(executor, staleness):

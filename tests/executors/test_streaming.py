@@ -114,7 +114,6 @@ def run(executor: Any, policy: SchedulingPolicy, engine: Hosted, steps: int = 4,
     [
         ("inline", "baseline+stream", "index"),
         ("inline", "both+stream", "arrival"),
-        pytest.param("ray", "both+stream", "arrival", marks=pytest.mark.heavy),
     ],
     indirect=["executor"],
 )
