@@ -153,12 +153,6 @@ class Host:
         answer = method_of(self.service, method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
 
-    async def each(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
-        """Yields what an async generator of the service yields."""
-        async with contextlib.aclosing(method_of(self.service, method)(*arguments)) as answers:
-            async for answer in answers:
-                yield answer
-
     @answering
     async def close(self) -> tuple[tuple[str, str], ...]:
         """Closes the service; returns the lines that it logged since its last report."""
