@@ -200,10 +200,10 @@ class Attempt:
 
     def _drains(self, task: Task, error: BaseException) -> bool:
         """Whether a run that a task ends can be saved: what is trained lives, as when rewards fail for good."""
-        pipeline = self._graph.pipeline
-        trained = [s.host for s in pipeline.with_role("trains")]
+        pipeline, host = self._graph.pipeline, task.stage.host
+        trained = {s.host.name for s in pipeline.with_role("saves") if s.host is not None}
         lost = any(isinstance(each, ServiceLost) for each in causes_of(error))
-        self._drained = bool(pipeline.with_role("saves")) and task.stage.host not in trained and not lost
+        self._drained = bool(trained) and not lost and (host is None or host.name not in trained)
         return self._drained
 
     async def _save(self, runner: Runner, step: int) -> None:

@@ -21,7 +21,7 @@ from loguru import logger
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading import saved
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
+from dataflow.errors import Interrupted, RunError, ServiceLost, UserError
 from dataflow.executors.ray.connection import joined, own_address
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
@@ -34,7 +34,7 @@ from dataflow.running.record import TRACE, Record, stopped
 from dataflow.running.replanning import AutoPolicy, facts_of, load_schedule, within
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
-from dataflow.running.summary import SUMMARY, complete
+from dataflow.running.summary import SUMMARY
 from dataflow.system import clock
 from dataflow.system.loopback import ADDRESS, ray_stays_on_loopback
 from dataflow.system.secrets import redact
@@ -98,8 +98,6 @@ class Session:
         record = self.record = Record(self.directory, config)
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
         with stopping, locked(self.directory):
-            if self._resumes and complete(self.directory, self.graph.steps) is not None:
-                raise ConfigError(f"run '{self.directory}' is complete: another process has resumed it meanwhile.")
             try:
                 with written("configuration", self.directory / saved.CONFIG):
                     text = saved.dump(config, self.module.__file__ or "", self._prepared.digests)

@@ -20,13 +20,6 @@ _FACTS = ("policy", "split", "max_staleness", "order")
 _FIGURES = ("wall_s", "resumed", "not_running_s", "step_s", "after_training_s", "gpu_busy_s", "exposed_wait_s",
             "exposed_wait_by_cause", "reward_service_s", "lower_bound_s")  # fmt: skip
 
-_FIGURES_OF = {
-    "validates": ("accuracy_before", "accuracy_after", f"accuracy_mean_last_{LAST_EVALUATIONS}", "evaluations"),
-    "collects": ("rewards", "reward_service_s"),
-    "syncs": ("weights_sha256",),
-}
-"""Figures by the role of the stages that they are about."""
-
 
 def read_summary(directory: Path) -> dict[str, Any]:
     """Returns the summary that the last process of a run wrote; empty if there is none that can be read."""
@@ -87,7 +80,7 @@ def summarise(
     after = [evaluations[step] for step in sorted(evaluations) if step > 0]
     last = after[-LAST_EVALUATIONS:]
     mean = "accuracy" if accurate else "score"
-    found = {
+    return {
         **{name: trace.meta.get(name) for name in _FACTS},
         "status": trace.meta.get("status"),
         "steps": steps,
@@ -101,10 +94,6 @@ def summarise(
         "weights_sha256": digest,
         "rewards": dict(rewards),
     }
-    # Of a pipeline without stages of a role, the figures about them are left out.
-    roles = set(trace.roles.values())
-    absent = {name for role, names in _FIGURES_OF.items() if trace.declared and role not in roles for name in names}
-    return {name: value for name, value in found.items() if value or name not in absent}
 
 
 LOGGED = re.compile(r"reward/(?:(?P<agent>[^/]+)/)?(?P<name>tokens|hedged)")

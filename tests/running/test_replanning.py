@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dataflow.cli import main
-from dataflow.config.base import PipelineConfig, PolicyConfig
-from dataflow.errors import RunError, ServiceLost
+from dataflow.config.base import PolicyConfig
+from dataflow.errors import RunError
 from dataflow.planning import auto as planning
 from dataflow.planning.auto import window
 from dataflow.policy import PolicySchedule, SchedulingPolicy
@@ -110,28 +110,6 @@ def test_a_resumed_run_goes_on_with_the_same_policies_and_ends_with_the_same_wei
     assert of_policies(again) == of_policies(changed)
     one, other = (json.loads((run / "summary.json").read_text()) for run in (changed, again))
     assert one["weights_sha256"] == other["weights_sha256"]
-
-
-@pytest.mark.slow
-def test_a_run_whose_trainer_died_keeps_the_policies_that_it_has_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended, before = auto.AutoPolicy.ended, list[Any]()
-
-    def dies(self: auto.AutoPolicy, step: int) -> None:
-        ended(self, step)
-        schedule = load_schedule(tmp_path / "auto")
-        if not before and schedule is not None and len(schedule.changes) > 2:
-            before.extend(schedule.changes)
-            raise RunError("the step failed") from ServiceLost("the trainer died")
-
-    monkeypatch.setattr(auto, "forecast", scripted(policy(1, 0)))
-    monkeypatch.setattr(auto.AutoPolicy, "ended", dies)
-    monkeypatch.setattr(PipelineConfig, "recoveries", 1)
-    after = load_schedule(begin(tmp_path))
-    assert after is not None
-    assert list(after.changes) == before
-    assert before[-1][1] == policy(1, 0)
 
 
 @pytest.mark.slow
