@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import DataError, an
+from dataflow.errors import DataError, counted
 
 MARK = "<image>"
 """The place of an image in the text of a message."""
@@ -43,18 +42,29 @@ def images_of(row: Mapping[str, Any], key: str, label: str, home: Path) -> list[
         DataError: a cell is no image, or there are more or fewer images than places for them in the messages.
     """
     cells = row.get(key) or []
-    if not isinstance(cells, list):
-        raise DataError(f"{label}: {key!r} is not a list of images; give a list, with one image for each {MARK}.")
-    if not cells:
-        return []
-    found = [_image_of(cell, at, label, home) for at, cell in enumerate(cells)]
-    places = sum(message["content"].count(MARK) for message in row["prompt"] if isinstance(message.get("content"), str))
-    if places != len(found):
+    try:
+        found = [_image_of(cell, home) for cell in (cells if isinstance(cells, list) else [None])]
+    except (AttributeError, TypeError, ValueError) as error:
         raise DataError(
-            f"{label}: the prompt has {_number(len(found), 'image')} and {_number(places, 'place')} for them; write "
+            f"{label}: {key!r} is not a list of images ({error}); give each with 'bytes' or 'path', or as a path."
+        ) from error
+    places = sum(message["content"].count(MARK) for message in row["prompt"] if isinstance(message.get("content"), str))
+    if found and places != len(found):
+        raise DataError(
+            f"{label}: the prompt has {counted(len(found), 'image')} and {counted(places, 'place')} for them; write "
             f"{MARK} once in its messages for each image."
         )
     return found
+
+
+def _image_of(cell: Any, home: Path) -> dict[str, Any]:
+    given: Any = {"path": cell} if isinstance(cell, str) else cell
+    if given.get("bytes"):
+        return {"bytes": bytes(given["bytes"])}
+    path = given.get("path") or given.get("image")
+    if path.startswith("data:"):
+        return {"bytes": base64.b64decode(path.partition(",")[2], validate=True)}
+    return {"path": str(home / Path(path.removeprefix("file://")).expanduser())}
 
 
 def opened(images: Sequence[Mapping[str, Any]], label: str) -> list[Any]:
@@ -63,7 +73,7 @@ def opened(images: Sequence[Mapping[str, Any]], label: str) -> list[Any]:
     Raises:
         DataError: one cannot be read; the message has its file or its number in the row.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     pictures = []
     for at, image in enumerate(images):
@@ -72,8 +82,6 @@ def opened(images: Sequence[Mapping[str, Any]], label: str) -> list[Any]:
         try:
             with Image.open(source) as picture:
                 pictures.append(picture.convert("RGB"))
-        except UnidentifiedImageError as error:
-            raise DataError(f"{label}: {name} is no image that can be read; save it as PNG or JPEG.") from error
         # Of a broken file, each format's decoder raises its own kinds; a bomb of pixels is one of PIL's.
         except Exception as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__
@@ -94,29 +102,3 @@ def with_pictures(chat: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) ->
             ]
         found.append({**message, "content": content})
     return found
-
-
-def _image_of(cell: Any, at: int, label: str, home: Path) -> dict[str, Any]:
-    name = f"image {at + 1}"
-    if isinstance(cell, str):
-        cell = {"path": cell}
-    if not isinstance(cell, Mapping):
-        raise DataError(f"{label}: {name} is {an(type(cell).__name__)}; give 'bytes' or 'path', or the path alone.")
-    content = cell.get("bytes")
-    if isinstance(content, bytes) and content:
-        return {"bytes": content}
-    path = cell.get("path") or cell.get("image")
-    if not isinstance(path, str) or not path:
-        raise DataError(f"{label}: {name} has neither 'bytes' nor 'path'; give one of them.")
-    if path.startswith("data:"):
-        try:
-            return {"bytes": base64.b64decode(path.partition(",")[2], validate=True)}
-        except binascii.Error as error:
-            raise DataError(f"{label}: {name} is no base64 ({error}); encode its file again.") from error
-    if "://" in path and not path.startswith("file://"):
-        raise DataError(f"{label}: {name} is at {path}; nothing is downloaded, so give a file or its bytes.")
-    return {"path": str(home / Path(path.removeprefix("file://")).expanduser())}
-
-
-def _number(count: int, name: str) -> str:
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"

@@ -166,24 +166,24 @@ class PromptSource:
             ModelError: the model has fewer tokens than the tokenizer.
             ConfigError: it is longer than the ``most`` tokens that one pass of the trainer takes.
         """
-        for prompt in self._prompts:
-            tokens, highest = len(prompt.ids), prompt.ids.max(initial=0)
-            needs = f"{prompt.label}: the prompt's {tokens} tokens and a response of up to {response} are more than"
-            if room.positions is not None and tokens + response > room.positions:
-                raise DataError(
-                    f"{needs} the {room.positions} tokens that the model can read; lower engine.max_tokens (or "
-                    "tools.max_response_tokens), or cut prompts with data.max_prompt_length and data.truncation."
-                )
-            if room.vocabulary is not None and highest >= room.vocabulary:
-                raise ModelError(
-                    f"{prompt.label}: the tokenizer gives token {highest}, but the model has only {room.vocabulary} "
-                    "(vocab_size in its config.json); take both from one model."
-                )
-            if most is not None and tokens + response > most:
-                raise ConfigError(
-                    f"trainer.max_tokens_per_gpu={most}: {needs} one pass takes; give at least "
-                    f"{self.longest + response}."
-                )
+        prompt = max(self._prompts, key=lambda each: len(each.ids))
+        whole = len(prompt.ids) + response
+        needs = (
+            f"{prompt.label}: the prompt's {len(prompt.ids)} tokens and a response of up to {response} are more than"
+        )
+        if room.positions is not None and whole > room.positions:
+            raise DataError(
+                f"{needs} the {room.positions} tokens that the model can read; lower engine.max_tokens (or "
+                "tools.max_response_tokens), or cut prompts with data.max_prompt_length and data.truncation."
+            )
+        if most is not None and whole > most:
+            raise ConfigError(f"trainer.max_tokens_per_gpu={most}: {needs} one pass takes; give at least {whole}.")
+        highest = max(int(each.ids.max(initial=0)) for each in self._prompts)
+        if room.vocabulary is not None and highest >= room.vocabulary:
+            raise ModelError(
+                f"{self.name}: the tokenizer gives token {highest}, but the model has only {room.vocabulary} "
+                "(vocab_size in its config.json); take both from one model."
+            )
 
     def _tokenized(
         self, problems: Problems, tokenizer: Any, schemas: Sequence[Mapping[str, Any]] | None
@@ -198,24 +198,18 @@ class PromptSource:
             rows, labels = problems.rows[begin : begin + _TOGETHER], problems.labels[begin : begin + _TOGETHER]
             seen = [self._seen(row, label) for row, label in zip(rows, labels, strict=True)]
             try:
-                together = None if self._processor else prompt_ids(tokenizer, [chat for chat, _ in seen], schemas)
-            except Exception:
-                together = None  # one by one, to name the chat that the template refuses
-            found += [np.array(each, dtype=np.int32) for each in together or ()]
-            for label, (chat, pictures) in zip(labels, seen, strict=True) if together is None else ():
-                try:
-                    if self._processor is not None:
-                        ids = self._processor.inputs(chat, pictures)[0]
-                    else:
-                        ids = prompt_ids(tokenizer, chat, schemas)
-                # A chat template is a program that comes with the model; it may refuse roles and raise anything.
-                except Exception as error:
-                    reason = str(error).strip().partition("\n")[0].rstrip(".")
-                    raise DataError(
-                        f"{label}: the model's chat template cannot write this prompt ({type(error).__name__}: "
-                        f"{reason}); give another prompt or model."
-                    ) from error
-                found.append(np.array(ids, dtype=np.int32))
+                if self._processor is not None:
+                    ids = [self._processor.inputs(chat, pictures)[0] for chat, pictures in seen]
+                else:
+                    ids = prompt_ids(tokenizer, [chat for chat, _pictures in seen], schemas)
+            # A chat template is a program that comes with the model; it may refuse roles and raise anything.
+            except Exception as error:
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise DataError(
+                    f"{labels[0]}: the model's chat template cannot write this prompt, or one of the {len(rows) - 1} "
+                    f"after it ({reason}); give other prompts or another model."
+                ) from error
+            found += [np.array(each, dtype=np.int32) for each in ids]
         return found
 
     def _seen(self, row: Mapping[str, Any], label: str) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -56,19 +56,15 @@ def load_rows(path: Path, image_key: str = IMAGES) -> tuple[list[dict[str, Any]]
 
 
 def _read_jsonl(path: Path, _image_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    label = str(path)
     with path.open(encoding="utf-8-sig") as file:
         try:
             for number, line in enumerate(file, 1):
                 label = f"{path}, line {number}"
                 if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise DataError(f"{label}: this is not a JSON object; {_FORMS}.")
-                    yield label, row
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: it is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
-        except ValueError as error:
-            raise DataError(f"{label}: this is not JSON ({error}).") from error
+                    yield label, dict(json.loads(line))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{label}: it is no line with a JSON object, in UTF-8 ({error}); {_FORMS}.") from error
 
 
 def _read_parquet(path: Path, image_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -86,8 +82,7 @@ def _read_parquet(path: Path, image_key: str) -> Iterator[tuple[str, dict[str, A
         columns = [name for name in (*_COLUMNS, "extra_info", image_key, *_UNSEEN) if name in names]
         rows = file.read(columns=columns).to_pylist()
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"{path}: this is not a readable parquet file ({reason}).") from error
+        raise DataError(f"{path}: this is not a readable parquet file ({error}).") from error
     for number, row in enumerate(rows, 1):
         yield f"{path}, row {number}", row
 

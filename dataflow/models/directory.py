@@ -1,23 +1,16 @@
-"""A model's directory, or its name on the hub: found, and checked before anything heavy is started.
-
-:func:`check_files` and :func:`check_head` read JSON and the headers of the weights, in a fraction of a second;
-:func:`check_weights` lets transformers build the model without memory for its weights.
-"""
+"""A model's directory, or its name on the hub: found, and checked before anything heavy is started."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from loguru import logger
 
 from dataflow.errors import ModelError, NotChecked
 from dataflow.models.processor import VISION
@@ -100,50 +93,26 @@ def check_files(path: Path, kind: str) -> dict[str, Any]:
     Raises:
         ModelError: there is none or it cannot be read, or the model is of another kind.
     """
-    if not path.is_dir():
-        why = "is no directory" if path.exists() else "does not exist"
-        raise ModelError(f"model {path} {why}; give the directory of a Hugging Face model.")
     config = read_json(path, "config.json")
     names = config.get("architectures") or []
     if not any(str(name).endswith(_ENDS[kind]) for name in names):
-        lacks, other = "does not write", ""
-        if kind != "chat":
-            lacks, other = "has no classification head", ", or take kind=chat"
+        other = "" if kind == "chat" else ", or take kind=chat"
         raise ModelError(
-            f"model {path} {lacks}: it is a {', '.join(names) or 'model without architectures'}; give one whose "
-            f"config.json names an architecture that ends in {' or '.join(_ENDS[kind])}{other}."
+            f"model {path} is a {', '.join(names) or 'model without architectures'}; give one whose config.json names "
+            f"an architecture that ends in {' or '.join(_ENDS[kind])}{other}."
         )
     return config
 
 
-def check_head(path: Path, kind: str) -> int | None:
-    """Checks a reward model with a head that scores (``classify``, ``pooling``).
+def labels_of(config: Mapping[str, Any]) -> int | None:
+    """Returns how many numbers a model with a head that scores answers; None if only the engine that serves it knows.
 
-    Returns:
-        How many numbers it answers (labels); None if only the engine that serves it knows.
-
-    Raises:
-        ModelError: see :func:`check_files`; or the files hold no head, or one of another number of labels than the
-            configuration's.
+    Args:
+        config: of a reward model, by :func:`check_files`.
     """
-    config = check_files(path, kind)
-    weights = {} if config.get("quantization_config") else headers(path)
-    if weights and all(name.startswith(("model.", "transformer.", "language_model.", "lm_head.")) for name in weights):
-        raise ModelError(
-            f"model {path}: none of its weights is that of a classification head, whatever config.json says; give a "
-            "model that was trained to score, or take kind=chat."
-        )
     if all(name.endswith("RewardModel") for name in config["architectures"]):
         return None  # an architecture of vLLM's own, such as Qwen2ForRewardModel
-    names, number = config.get("id2label"), config.get("num_labels")
-    labels = len(names) if isinstance(names, dict) else number if isinstance(number, int) else 2  # as transformers
-    for name in ("score.weight", "classifier.weight", "classifier.out_proj.weight"):
-        if name in weights and weights[name][0] != labels:
-            raise ModelError(
-                f"model {path}: its head '{name}' has {weights[name][0]} labels, and config.json {labels} (num_labels, "
-                "id2label); take both from one model."
-            )
-    return labels
+    return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels") or 2)  # as transformers
 
 
 def headers(path: Path) -> dict[str, list[int]]:
@@ -170,7 +139,7 @@ def headers(path: Path) -> dict[str, list[int]]:
 
 
 def check_weights(path: Path) -> None:
-    """Checks the model's weights against its architecture; warns of those that no layer takes.
+    """Checks the model's weights against its architecture: transformers builds it without memory for them.
 
     Raises:
         ModelError: transformers cannot build a model from the configuration, or a weight is missing, which would be
@@ -186,47 +155,26 @@ def check_weights(path: Path) -> None:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         seeing = config.model_type in VISION
         kinds: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if seeing else MODEL_FOR_CAUSAL_LM_MAPPING
-        with _without_report():
-            _model, info = kinds[type(config)].from_pretrained(
-                None,
-                config=config,
-                state_dict=held,
-                device_map="meta",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+        _model, info = kinds[type(config)].from_pretrained(
+            None,
+            config=config,
+            state_dict=held,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     # For a wrong value, the architecture's own code may raise any exception.
     except Exception as error:
         raise ModelError(
             f"model {path}: transformers builds no language model from its config.json ({_reason(error)})."
         ) from error
-    if wrong := sorted(info["mismatched_keys"]):
-        name, have, want = wrong[0]
+    wrong = [f"'{name}' is {list(have)} and not {list(want)}" for name, have, want in sorted(info["mismatched_keys"])]
+    wrong += [f"'{name}' is missing" for name in sorted(info["missing_keys"])]
+    if wrong:
         raise ModelError(
-            f"model {path}: weight '{name}' has the shape {list(have)} in its file and {list(want)} by config.json"
-            f"{_others(wrong)}; take both from one model."
+            f"model {path}: {len(wrong)} of its weights are not as its config.json says, first {wrong[0]}; take both "
+            "from one model."
         )
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"model {path}: weight '{missing[0]}' is in none of its files{_others(missing)}; save the model again."
-        )
-    if unused := sorted(info["unexpected_keys"]):
-        logger.warning(
-            f"model {path}: weight '{unused[0]}' belongs to no layer that config.json describes, and is left out"
-            f"{_others(unused)}"
-        )
-
-
-@contextlib.contextmanager
-def _without_report() -> Iterator[None]:
-    """Keeps transformers from printing a table of missing weights when it loads a model."""
-    report = logging.getLogger("transformers")
-    before = report.level
-    report.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        report.setLevel(before)
 
 
 @dataclass(frozen=True)
@@ -278,23 +226,14 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         ModelError: there is no such file, or it holds something else.
     """
     try:
-        found = json.loads((path / name).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"model {path} has no {name}; give a directory that save_pretrained has written.") from error
-    except (OSError, ValueError) as error:
+        return dict(json.loads((path / name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(
-            f"model {path}: {name} cannot be read ({_reason(error)}); take it from the model again."
+            f"model {path}: {name} cannot be read ({_reason(error)}); give a directory that save_pretrained wrote."
         ) from error
-    if not isinstance(found, dict):
-        raise ModelError(f"model {path}: {name} holds no JSON object; take it from the model again.")
-    return found
 
 
 def _reason(error: Exception) -> str:
     """Returns the first line of an error's message, without the full stop."""
     text = str(getattr(error, "strerror", None) or error).strip()
     return text.partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def _others(names: list[Any]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

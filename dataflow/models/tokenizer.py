@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ def load_chat_tokenizer(path: str, options: Mapping[str, Any] | None = None) -> 
 
     Raises:
         ModelError: it cannot be loaded, or has no chat template.
-        ConfigError: see :func:`with_options`.
     """
     tokenizer = load_tokenizer(path, "model.path", ModelError)
     if not tokenizer.chat_template:
@@ -48,20 +46,9 @@ def load_chat_tokenizer(path: str, options: Mapping[str, Any] | None = None) -> 
 
 
 def with_options(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
-    """Returns the tokenizer, which now renders with these options of its chat template.
-
-    Raises:
-        ConfigError: an option is an argument that the run itself gives.
-    """
-    if not options:
-        return tokenizer
-    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents", "kwargs"}
-    if taken := sorted(own.intersection(options)):
-        raise ConfigError(
-            f"data.apply_chat_template_kwargs.{taken[0]}: the run itself says how a chat is rendered; give only what "
-            "the model's chat template reads, such as enable_thinking."
-        )
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
+    """Returns the tokenizer, which now renders with these options of its chat template."""
+    if options:
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     return tokenizer
 
 

@@ -134,7 +134,9 @@ def test_a_prompt_and_its_response_fit_into_the_model_and_a_pass_of_the_trainer(
 def test_a_chat_that_the_template_refuses_is_named(tokenizer, monkeypatch):
     refuses = "{% if 'now' in messages[0].content %}{{ raise_exception('no user') }}{% endif %}x"
     monkeypatch.setattr(tokenizer, "chat_template", refuses)
-    with pytest.raises(DataError, match="row 3: the model's chat template cannot write this prompt") as caught:
+    with pytest.raises(
+        DataError, match=r"row 1: .* template cannot write this prompt, or one of the 2 after"
+    ) as caught:
         source(tokenizer, LONG)
     assert "\n" not in str(caught.value)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.errors import ConfigError, ModelError
+from dataflow.errors import ModelError
 from dataflow.models.tokenizer import check_same_tokens, load_chat_tokenizer, prompt_ids, tokenizer_sha256
 from tests.rigs.thinking import THOUGHT, thinking_model
 
@@ -24,8 +24,6 @@ def test_options_of_the_template_are_those_of_all_that_is_rendered(tiny_qwen: Pa
 
     assert rendered(enable_thinking=False).endswith(THOUGHT)
     assert not rendered().endswith(THOUGHT)
-    with pytest.raises(ConfigError, match=r"data\.apply_chat_template_kwargs\.tokenize: the run itself says how"):
-        rendered(tokenize=False)
 
 
 def test_a_tokenizer_that_cannot_be_used_is_one_sentence(tiny_qwen: Path, tmp_path: Path) -> None:

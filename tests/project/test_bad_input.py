@@ -163,8 +163,8 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", b"{}", "it is a model without architectures"),
-        ("config.json", None, "has no config.json"),
+        ("config.json", b"{}", "is a model without architectures"),
+        ("config.json", None, "config.json cannot be read"),
         ("model.safetensors", b"", "cannot be read"),
     ],
 )

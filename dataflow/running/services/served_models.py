@@ -22,7 +22,7 @@ from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
-from dataflow.models.directory import chat_template, check_files, check_head, headers
+from dataflow.models.directory import chat_template, check_files, headers, labels_of
 from dataflow.rewards.functions import load_reward, takes
 from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
@@ -116,11 +116,11 @@ def _check_place(config: RunConfig, model: ServedModelConfig) -> None:
 def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
     """Checks what vLLM would serve without a word, or refuse after a minute."""
     path = Path(model.path or "").expanduser()
-    if model.kind == "chat":
-        if not check_files(path, "chat").get("quantization_config"):
-            headers(path)
-    else:
-        labels = check_head(path, model.kind)
+    about = check_files(path, model.kind)
+    if not about.get("quantization_config"):
+        headers(path)
+    if model.kind != "chat":
+        labels = labels_of(about)
         if scores and labels not in (None, 1):
             raise ConfigError(
                 f"model {path} answers {labels} numbers (labels), where a score is one; give a model with one label, "
