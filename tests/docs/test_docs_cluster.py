@@ -45,19 +45,8 @@ def test_the_command_of_the_ray_job_suits_its_cluster() -> None:
     assert gpus("trainer") == config.trainer.world_size
     assert gpus("rollout") == config.engine.replicas * config.engine.tensor_parallel
     assert {rule.labels["role"] for rule in config.ray.nodes.values()} == set(groups)
-    head = cluster["headGroupSpec"]
-    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert cluster["rayVersion"] == importlib.metadata.version("ray")
-    pods = [each["template"]["spec"] for each in (head, *cluster["workerGroupSpecs"])]
-    containers = [pod["containers"][0] for pod in pods]
-    assert len({each["image"] for each in containers}) == 1
-    for name, path in (("shared", "/shared"), ("memory", "/dev/shm")):
-        assert all({"name": name, "mountPath": path} in each["volumeMounts"] for each in containers)
-    # The judge's key is where it is checked and where it is used.
-    agents = [group for group in groups.values() if group["labels"] == config.ray.nodes["reward"].labels]
-    for group in (head, *agents):
-        (container,) = group["template"]["spec"]["containers"]
-        assert config.judge.api_key_env in {each["name"] for each in container["env"]}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,20 +24,6 @@ def test_a_benchmark_runs_through(name: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("smoke: it works; no bound was judged.\n")
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("[!_]*.py")))
-def test_a_benchmark_says_what_it_takes(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = BENCHMARKS / f"{name}.py"
-    monkeypatch.setattr(sys, "argv", [str(file), "--help"])
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(file), run_name="__main__")
-    assert ended.value.code == 0
-    assert f"{name}.py" in capsys.readouterr().out
 
 
 @pytest.mark.heavy

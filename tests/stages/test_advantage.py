@@ -246,14 +246,6 @@ def test_a_lone_sample_has_no_baseline_but_where_it_is_compared_with_the_batch(n
     assert task.metrics["reward/dropped_groups"] == 1.0 - lone
 
 
-@heavy
-def test_groups_of_one_sample_keep_verls_advantage() -> None:
-    responses, rewards = step([[0.9], [0.5], [0.1]], [[2], [5], [1]])
-    result = advantage(responses, with_kept(rewards, [[1], [0], [1]]), algorithm=options(), task=TaskInfo(step=1))
-    assert result["response_mask"].any(dim=1).tolist() == [True, False, True]
-    assert result["advantages"][:, 0].tolist() == pytest.approx([0.9, 0, 0.1], abs=1e-5)
-
-
 @pytest.mark.parametrize("keep", [[0, 0, 0, 0], [0, 1, 0, 0]], ids=["none kept", "one kept"])
 def test_a_part_with_nothing_to_train_on_calls_no_estimator(keep: list[int]) -> None:
     responses, rewards = step([[1.0, 0.0, 0.0, 0.0]], [[2, 5, 1, 3]])
@@ -339,6 +331,9 @@ def test_a_score_of_a_stage_of_ones_own_is_refused(score: float) -> None:
     task = TaskInfo(step=1, stage="advantage")
     with pytest.raises(DataError, match=r"^advantage\[1\]: the score of sample 1 of group 1 is "):
         advantage(batch, rewards, algorithm=AlgorithmConfig(), task=task)
+    values = batch.like(values=torch.full((4, R), math.nan))
+    with pytest.raises(DataError, match=r"^advantage\[1\]: the critic's value of sample 0 of group 0 is nan"):
+        estimated(options("gae"), batch, rewards.like(score=torch.ones(4)), values, task=task)
     kept = rewards.merge(rewards.like(kept=torch.tensor([True, True, False, False])))
     assert advantage(batch, kept, algorithm=AlgorithmConfig(), task=task)["advantages"].isfinite().all()
 
@@ -351,21 +346,3 @@ def test_the_advantages_of_the_largest_scores_are_finite_and_teach(name: str) ->
     found = advantage(batch, rewards, algorithm=AlgorithmConfig(adv_estimator=name), task=TaskInfo(step=1))
     assert found["advantages"].isfinite().all()
     assert found["advantages"].abs().max() > 0.1
-
-
-@heavy
-@pytest.mark.parametrize(
-    ("name", "column", "shape", "what"),
-    [
-        ("gae", "values", (4, R), "the critic's value"),
-        ("remax", "reward_baselines", (4,), "the score of the greedy response"),
-        ("grpo", "kl_penalty", (4, R), "the KL penalty"),
-    ],
-)
-def test_what_else_an_estimator_reads_is_checked(name: str, column: str, shape: tuple[int, ...], what: str) -> None:
-    batch, rewards = step([[1.0, 1.0], [1.0, 1.0]], [[1, 2], [3, 3]])
-    made = torch.zeros(shape)
-    made[2] = math.nan
-    algorithm, task = options(name, use_kl_in_reward=column == "kl_penalty"), TaskInfo(step=1, stage="advantage")
-    with pytest.raises(DataError, match=rf"^advantage\[1\]: {what} of sample 0 of group 1 is nan"):
-        estimated(algorithm, batch, rewards, batch.like(**{column: made}), task=task)
