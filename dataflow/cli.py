@@ -179,7 +179,6 @@ def make_parser() -> argparse.ArgumentParser:
     option("words", nargs=argparse.REMAINDER, metavar="LAUNCH", help=text)
     option("-o", dest="out", metavar="FILE", help="write the new script there")
     option("--keys", help="list verl's keys and ours, and stop", **flag)
-    option("--json", help="print what becomes of each key as JSON", **flag)
     return parser
 
 
@@ -352,5 +351,5 @@ def _compare(options: argparse.Namespace) -> int:
 def _import_verl(options: argparse.Namespace) -> int:
     from dataflow.importing.command import run
 
-    print(run(options.words, options.out, options.json, options.keys))
+    print(run(options.words, options.out, options.keys))
     return 0

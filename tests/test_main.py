@@ -14,7 +14,6 @@ pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parents[1]
 PIPELINE = ROOT / "pipelines" / "gsm8k_grpo.py"
-TRACE = ROOT / "docs" / "traces" / "both.json.gz"
 # As the console script that an install writes.
 SCRIPT = "import sys; from dataflow.__main__ import main; sys.exit(main())"
 STARTS = {"module": ["-m", "dataflow"], "script": ["-c", SCRIPT]}
@@ -45,18 +44,6 @@ def test_the_exit_code_of_a_command_is_kept() -> None:
     for arguments, code in (["--version"], 0), (["show", "no_such_file.py"], 2), (["shoe"], 2):
         ended = subprocess.run([sys.executable, "-m", "dataflow", *arguments], capture_output=True, timeout=30)
         assert ended.returncode == code, ended.stderr
-
-
-@pytest.mark.slow
-def test_characters_that_stdout_lacks_are_replaced(tmp_path: Path) -> None:
-    (tmp_path / "kosten-ü-\udcff.yaml").write_text((ROOT / "examples" / "costs.yaml").read_text())
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
-    for words in (["timeline", str(TRACE)], ["plan", "kosten-ü-\udcff.yaml", "steps=2"]):
-        command = [sys.executable, "-m", "dataflow", *words]
-        ended = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment, timeout=30)
-        assert ended.returncode == 0, ended.stderr.decode()
-        assert not ended.stderr
-        assert b"both" in ended.stdout
 
 
 @pytest.mark.slow

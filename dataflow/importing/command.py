@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +14,12 @@ from dataflow.importing.imported import Imported, import_settings
 from dataflow.importing.script import MARK, launch_of, main_of
 
 
-def run(words: Sequence[str], out: str | None = None, as_json: bool = False, keys: bool = False) -> str:
+def run(words: Sequence[str], out: str | None = None, keys: bool = False) -> str:
     """Returns what the command prints.
 
     Args:
-        words: the launch (:func:`import_launch`); options may follow it: ``-o FILE``, ``--json``, ``--keys``.
+        words: the launch (:func:`import_launch`); options may follow it: ``-o FILE``, ``--keys``.
         out: file to write the script to; None prints it.
-        as_json: JSON in place of the script.
         keys: only the table of verl's keys.
 
     Raises:
@@ -33,22 +31,19 @@ def run(words: Sequence[str], out: str | None = None, as_json: bool = False, key
     for word in rest:
         if word == "-o":
             out = next(rest, "")
-        elif word not in ("--keys", "--json"):
+        elif word != "--keys":
             launch.append(word)
     if keys or "--keys" in words:
         return table()
     if out == "" or (out is not None and Path(out).is_dir()):
         raise ConfigError("import-verl: -o needs the name of the script to write, such as -o run.sh.")
     found = import_launch(launch)
-    as_json = as_json or "--json" in words
-    text = json.dumps(found.as_dict(), indent=1, default=str) + "\n" if as_json else found.script()
     if out is None:
-        return text.rstrip("\n")
+        return found.script().rstrip("\n")
     path = Path(out).expanduser()
     with written("launch", path, "make room there"), replaced(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-        if not as_json:
-            temporary.chmod(0o755)
+        temporary.write_text(found.script(), encoding="utf-8")
+        temporary.chmod(0o755)
     numbers = [counted(len(found.overrides), "override"), f"{counted(len(found.lost), 'key')} without a counterpart"]
     missing = len(found.missing) + len(found.open)
     return f"{out}: {', '.join([*numbers, *([f'{missing} missing'] if missing else [])])}; its first lines say which"

@@ -144,13 +144,6 @@ def _every(key: str, value: Any, settings: Settings) -> Ours:
     return {"val.every": every if settings.get("data.val_files", marked=True) else 0}
 
 
-@_of("trainer.max_actor_ckpt_to_keep")
-def _keep_last(_key: str, value: Any, settings: Settings) -> Ours:
-    if value is None and settings.get("trainer.save_freq", -1) > 0:
-        raise NoCounterpart("verl keeps all checkpoints; here checkpoint.keep_last=2 and the best are kept, give more")
-    return {} if value is None else {"checkpoint.keep_last": value}
-
-
 @_of("trainer.resume_mode")
 def _resume(_key: str, value: Any, settings: Settings) -> Ours:
     if value not in ("auto", "disable"):
@@ -328,8 +321,6 @@ def _world(_key: str, _value: Any, settings: Settings) -> Ours:
 
 @_of("trainer.device")
 def _device(_key: str, value: Any, _settings: Settings) -> Ours:
-    if value not in ("cuda", "cpu"):
-        raise NoCounterpart("runs take NVIDIA's GPUs or CPUs", {"ray.gpus_per_worker": 1.0})
     return {"ray.gpus_per_worker": 0.0 if value == "cpu" else 1.0}
 
 

@@ -43,12 +43,11 @@ class WithCritic(RunConfig):
 
 
 class Mapped(NamedTuple):
-    """A key of verl with a counterpart: its value, our keys and values, the remark of the table."""
+    """A key of verl with a counterpart: its value, our keys and values."""
 
     key: str
     value: Any
     ours: Mapping[str, Any]
-    note: str
 
 
 class Lost(NamedTuple):
@@ -68,7 +67,6 @@ class Imported:
         pipeline: the file that runs it.
         overrides: by key.
         mapped: keys with a counterpart, those that the launch sets.
-        fine: keys that the launch sets and that need nothing here.
         lost: keys whose values have no counterpart.
         missing: our keys whose values only the machine of the launch knows, with the reason; ``open`` has their values
             as far as they are known.
@@ -80,7 +78,6 @@ class Imported:
     unknown: Mapping[str, str]
     overrides: dict[str, Any] = field(default_factory=dict)
     mapped: list[Mapped] = field(default_factory=list)
-    fine: list[str] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     open: dict[str, Any] = field(default_factory=dict)
@@ -89,18 +86,6 @@ class Imported:
     def arguments(self) -> list[str]:
         """The overrides as ``key=value``."""
         return [_argument(key, value) for key, value in self.overrides.items()]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns everything, JSON-able."""
-        return {
-            "source": self.source,
-            "pipeline": self.pipeline,
-            "overrides": self.arguments,
-            "mapped": [each._asdict() for each in self.mapped],
-            "nothing_to_do": self.fine,
-            "no_counterpart": [each._asdict() for each in self.lost],
-            "missing": [*map(_shell, self._asked()), *(f"{name}: {why}" for name, why in self.unknown.items())],
-        }
 
     def _asked(self) -> list[str]:
         """Returns the arguments that are missing or hold variables, with marks for what is not known."""
@@ -174,9 +159,8 @@ def import_settings(settings: Settings, source: str, unknown: Mapping[str, str])
         if (not critic and key.startswith("critic.")) or key.endswith("_target_"):
             continue
         if meaning is None or meaning.ours is None:
-            if meaning is not None and (meaning.fine or value in (settings.defaults.get(key), None, {})):
-                found.fine += [key] if key in given else []
-            elif meaning is not None or (key in given and value != settings.defaults.get(key, settings)):
+            fine = value in (settings.defaults.get(key, settings), None, {}) or (meaning is not None and meaning.fine)
+            if not fine and (meaning is not None or key in given):
                 found.lost.append(Lost(key, value, meaning.note if meaning is not None else _unknown(key, settings)))
             continue
         if not critic and meaning.ours.startswith("critic."):
@@ -192,7 +176,7 @@ def import_settings(settings: Settings, source: str, unknown: Mapping[str, str])
             continue
         else:
             if key in given:
-                found.mapped.append(Mapped(key, value, ours, meaning.note))
+                found.mapped.append(Mapped(key, value, ours))
         for name, of in ours.items():
             (found.open if MARK.search(as_text(of)) else wanted)[name] = of
             origin[name] = key

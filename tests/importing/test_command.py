@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def test_the_script_is_printed_or_written(script: Path, capsys: pytest.CaptureFi
     assert printed.startswith("#!/usr/bin/env bash\n# Made by 'dataflow import-verl' from launch.sh (verl 0.9)")
     for words in (["-o", "new.sh", "launch.sh"], ["launch.sh", "-o", "new.sh"]):
         assert main(["import-verl", *words]) == 0
-        assert "new.sh: 32 overrides, 1 key without a counterpart; its first lines" in capsys.readouterr().out
+        assert "new.sh: 32 overrides, 0 keys without a counterpart; its first lines" in capsys.readouterr().out
         assert Path("new.sh").read_text() == printed
         assert os.access("new.sh", os.X_OK)
         Path("new.sh").unlink()
@@ -43,9 +42,8 @@ def test_the_script_is_printed_or_written(script: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 @needs_verl
 def test_the_launch_itself_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import-verl", "--json", *LAUNCH]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert "steps=5" in facts["overrides"]
+    assert main(["import-verl", *LAUNCH]) == 0
+    assert "steps=5 " in capsys.readouterr().out
 
 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shlex
 import subprocess
 from pathlib import Path
@@ -72,15 +71,8 @@ def test_grpo(rows: Path) -> None:
     assert config.custom_reward_function.path == "pkg://verl.utils.reward_score"
     assert config.custom_reward_function.name == "default_compute_score"
     assert f"#   {VERLS_STRICT}.\n" in found.script()
-    assert [each.key for each in found.lost] == ["trainer.max_actor_ckpt_to_keep"]
-    assert "actor_rollout_ref.ref.fsdp_config.param_offload" in found.fine
+    assert found.lost == []
     assert config.trainer.gradient_checkpointing is True
-    facts = json.loads(json.dumps(found.as_dict(), default=str))
-    assert facts["pipeline"] == "pipelines/gsm8k_grpo.py"
-    assert {"key": "actor_rollout_ref.rollout.n", "value": 5}.items() <= next(
-        each for each in facts["mapped"] if each["key"] == "actor_rollout_ref.rollout.n"
-    ).items()
-    assert facts["no_counterpart"][0]["instead"]
 
 
 def test_ppo_of_two_files(rows: Path) -> None:
@@ -286,9 +278,6 @@ def test_the_number_of_steps_is_asked_for_where_the_data_is_elsewhere(rows: Path
         0,
         [found.pipeline, *found.arguments, "steps=7", "more=1"],
     )
-    assert json.loads(json.dumps(found.as_dict(), default=str))["missing"] == [
-        'steps="${STEPS:?see the comments above}"'
-    ]
 
 
 ELSEWHERE = """

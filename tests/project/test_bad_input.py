@@ -72,7 +72,7 @@ def test_a_cache_of_another_program_is_refused_and_not_changed(tmp_path: Path, r
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["judge.url=[http://a,http://b]"], "for several servers give a router's"),
+        (["judge.url=[http://a,http://b]"], "is not an address; give http://host:port"),
         (["steps"], "write it so, such as steps=5"),
         (["steps", "5"], "is not key=value"),
         (["--policy", "both"], "keys are written without dashes"),

@@ -185,6 +185,8 @@ def _sentence(cls: type[BaseModel], error: ValidationError) -> str:
     key, given, why = ".".join(path), first["input"], first["msg"].removeprefix("Value error, ").rstrip(".")
     if unknown:
         return _unknown(cls, key)
+    if isinstance(first["loc"][-1], int):
+        why = f"item {first['loc'][-1] + 1}: {why}"
     if isinstance(given, Mapping):  # the error is of several keys together, or of one that is missing
         return f"{key}: {why}."
     return f"{key}={shortened(given)}: {why}."
