@@ -173,10 +173,9 @@ def summary(trace: Trace) -> dict[str, Any]:
         all, such as a late validation), ``gpu_busy_s``,
         ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds}, ``busy`` {resource: share of the wall time},
         ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed wait are means over the GPU pools, and add up to
-        the wall time. If the trace has its job, also ``lower_bound_s`` (the GPUs' busy time, or that of the slots that
-        rewards take, which no order of the tasks can beat), and if the run knows how many reward requests it had in
-        flight, ``reward_service_s`` (time of the requests at full concurrency; of several agents, the longest), which
-        is a bound, too.
+        the wall time. If the trace has its job, also ``lower_bound_s``, which no order of the tasks can beat: the GPUs'
+        busy time or, if the run knows how many reward requests it had in flight, ``reward_service_s`` (time of the
+        requests at full concurrency; of several agents, the longest).
     """
     by_cause, pools = pool_waits(trace), trace.pools or POOLS[:1]
     stages: dict[str, dict[str, float]] = {}
@@ -206,23 +205,15 @@ def _bounds(trace: Trace, busy: float) -> dict[str, float]:
     """Returns the lower bounds on the run's time, as far as its trace shows them."""
     if not (job := trace.meta.get("job")):
         return {}
-    # A judge of the user's own may have slots, which its stages take.
-    asking = {trace.placed.get(stage) for role in ("requests", "collects") for stage in trace.with_role(role)}
-    validates, work = trace.with_role("validates"), dict[str, float]()
-    for span in trace.spans:
-        if span.resource in asking and span.stage not in validates:
-            work[span.resource] = work.get(span.resource, 0.0) + span.end - span.begin
-    slots = trace.meta.get("resources") or {}
-    bound = max([busy, *(seconds / slots[on] for on, seconds in work.items() if slots.get(on))])
     if not job.get("concurrency"):
-        return {"lower_bound_s": bound}
+        return {"lower_bound_s": busy}
     asked: dict[str, float] = {}
     for mark in trace.marks:
         if not mark.args.get("validation"):
             asked[mark.resource] = asked.get(mark.resource, 0.0) + mark.end - mark.begin
     each = [seconds / (agents.concurrency_of(trace, agent) or 1) for agent, seconds in asked.items()]
     service = max(each, default=0.0)  # agents work beside each other
-    return {"lower_bound_s": max(bound, service), "reward_service_s": service}
+    return {"lower_bound_s": max(busy, service), "reward_service_s": service}
 
 
 # --- who came last ----------------------------------------------------------------------------------------------------
