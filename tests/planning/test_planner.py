@@ -168,7 +168,7 @@ def policies(draw: st.DrawFn, mini_batches: int) -> SchedulingPolicy:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_workload_under_any_policy(data: st.DataObject) -> None:
     workload = data.draw(workloads())

@@ -232,13 +232,6 @@ def test_what_is_submitted_only_when_its_time_comes_is_served_as_if_it_had_been_
 # --- by hand ------------------------------------------------------------------------------------------------
 
 
-def test_each_group_is_there_with_its_last_sample() -> None:
-    # Server 1: group 0 from 0 to 5, group 1 from 5 to 6. Server 2: 1 to 1, 0 to 3, 2 to 4, 2 to 8.
-    driven = Driven(2)
-    driven.submit("s", 0.0, [(0, 5.0), (1, 1.0), (0, 2.0), (2, 1.0), (2, 4.0), (1, 1.0)])
-    assert driven.ends("s", 3) == {0: 5.0, 1: 6.0, 2: 8.0}
-
-
 def test_a_submission_on_a_delivery_precedes_work_that_begins_at_that_time() -> None:
     driven = Driven(1)
     driven.submit("validation", 0.0, [(0, 4.0), (1, 4.0), (2, 4.0)], order=(9, 0))
@@ -279,12 +272,3 @@ def test_without_a_limit_each_request_is_served_as_it_comes() -> None:
     driven = Driven(None)
     driven.submit("1", 2.0, [(0, 1.0), (1, 9.0), (0, 3.0)])
     assert driven.ends("1", 2) == {0: 5.0, 1: 11.0}
-
-
-def test_groups_that_are_there_before_somebody_waits_are_delivered_at_the_next_look() -> None:
-    driven = Driven(2)
-    driven.submit("s", 0.0, [(0, 2.0), (1, 1.0), (2, 1.5)])
-    assert driven.advance(50.0) == []
-    driven.wait("s", "late", 2)
-    driven.wait("s", "later")
-    assert driven.advance(50.0) == [(2.0, "late", (1, 0)), (2.5, "later", (2,))]

@@ -81,12 +81,6 @@ def test_two_runs_of_one_policy_go_by_their_directories(
     ]
     for other in (runs[1], f"{runs[1]}/", f"{tmp_path}/again/../both"):
         assert "given twice" in refused(capsys, "compare", runs[1], other)
-    for parent in ("a", "b"):
-        (tmp_path / parent / "again").mkdir(parents=True)
-        perfetto.write(made_up(2, policy="both"), tmp_path / parent / "again" / "trace.json")
-    same = [str(tmp_path / parent / "again") for parent in ("", "a", "b")]
-    assert main(["compare", *same, "--json"]) == 0
-    assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == [f"both ({run})" for run in same]
 
 
 @pytest.mark.slow
