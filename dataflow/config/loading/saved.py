@@ -79,7 +79,8 @@ class Saved:
     def __init__(self, path: Path, module: ModuleType | None = None) -> None:
         self.path = path
         self._values = read_values(path)
-        origin = self._values.pop(ORIGIN, None) or {}
+        origin = self._values.pop(ORIGIN, None)
+        origin = origin if isinstance(origin, Mapping) else {}
         recorded, given = origin.get("pipeline"), None if module is None else module.__file__
         # A run's own path is absolute, that of a recipe is beside it.
         file = path.parent / str(recorded) if recorded and module is None else Path(given) if given else None
@@ -117,7 +118,9 @@ class Saved:
                 raise ConfigError(f"{self.path} does not hold the secret in '{key}'; give it again: {key}=...")
         # Another preset brings its own numbers, and what a resume was once allowed is not allowed for ever.
         sections = {name: value for name, value in self._values.items() if isinstance(value, Mapping)}
-        values = self._values | {"resume": _without(sections.get("resume", {}), "allow")}
+        values = dict(self._values)
+        if "resume" in sections:
+            values["resume"] = _without(sections["resume"], "allow")
         if given.keys() & {"policy", "policy.preset"}:
             values["policy"] = _without(sections.get("policy", {}), "split", "max_staleness", "stream_rollout")
         if (preset := given.get("algorithm", given.get("algorithm.preset"))) is not None:

@@ -67,6 +67,10 @@ def test_a_file_written_by_hand_names_its_pipeline_from_its_own_directory(
     assert (config.trainer.lr, config.trainer.betas) == (2e-6, (0.9, 0.95))  # type: ignore[attr-defined]
     assert load(recipe, ["policy.order=index"])[1].policy.preset == "baseline"
     assert load(recipe, ["policy=both"])[1].policy.preset == "both"
+    recipe.write_text("origin: {pipeline: ../own.py}\nresume: auto\nname: x\nalgorithm: gspo\n")
+    config = load(recipe, ["policy=both"])[1]
+    assert (config.resume.mode, config.algorithm.policy_loss) == ("auto", "gspo")  # type: ignore[attr-defined]
+    assert load(recipe, ["algorithm=drgrpo"])[1].algorithm.policy_loss == "vanilla"  # type: ignore[attr-defined]
     assert warned == []
     recipe.write_text("origin: {pipeline: ../own.py}\npolicy: [1]\n")
     with pytest.raises(ConfigError, match="policy"):
@@ -101,7 +105,7 @@ def test_a_secret_has_to_be_given_again(path: Path) -> None:
     ("text", "said"),
     [
         ("- 1", "is not the configuration of a run"),
-        ("seed: 1", "does not name its pipeline file"),
+        ("seed: 1\norigin: own.py", "does not name its pipeline file"),
         ("seed: 1\nseed: 2", r"cannot be read: key 'seed' is given twice; give it once \(line 2\)"),
     ],
 )
