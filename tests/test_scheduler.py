@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataflow.errors import DataflowError, PipelineError
 from dataflow.graph import Pipeline, Task, TaskGraph, TaskId, stage
-from dataflow.policy import SchedulingPolicy, expand, preset
+from dataflow.policy import PRESETS, SchedulingPolicy, expand, preset
 from dataflow.scheduler import (
     Cancel,
     ChunkEmitted,
@@ -199,6 +199,32 @@ def test_a_failure_cancels_what_runs_and_tells_its_story():
     ]
     assert s.story(TaskId(1, "two")) == "waiting -> ready (one[1] done) -> running -> failed"
     assert s.story(TaskId(9, "two")) == "unknown"
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(DICE, st.sampled_from(PRESETS), st.integers(1, 80))
+def test_a_failure_that_drains_lets_the_step_in_training_end_unless_that_needs_the_task(dice, name, after):
+    graph = expand(grpo_pipeline(), preset(name, 4), 5, 4, groups=8)
+    scheduler, running, done, failed = Scheduler(graph), [], set(), None
+    instructions = scheduler.start()
+    while not any(isinstance(each, RunDone) for each in instructions):
+        running += [each.task for each in instructions if isinstance(each, Start)]
+        task = running.pop(dice.randrange(len(running)))
+        if failed is None and len(done) >= after and task.stage.name == "reward_collect":
+            failed = task.id
+            instructions = scheduler.handle(TaskFailed(task.id, drains=True))
+        else:
+            done.add((task.stage.name, task.id.step, task.id.part))
+            instructions = scheduler.handle(TaskFinished(task.id, 1.0, chosen(task, 8, list(range(8)))))
+        scheduler.check()
+    step, _none = scheduler.end_early()
+    trained = {part for stage, at, part in done if (stage, at) == ("actor_update", step)}
+    if failed is not None and failed.step > step:
+        assert trained == (set(range(4)) if step else set()), "whole"
+        assert not step or ("sync_weights", step, 0) in done
+    assert failed is None or not any(
+        at > max(step, failed.step) for stage, at, _part in done if stage == "actor_update"
+    )
 
 
 def test_an_event_out_of_place_is_an_error():
