@@ -36,8 +36,7 @@ from dataflow.graph import TaskGraph, TaskId
 from dataflow.planning.auto import LEAST_LEFT, PolicyChooser, candidates, forecast, opening, window
 from dataflow.planning.auto import STEPS as WINDOW
 from dataflow.planning.costs import WorkloadCosts
-from dataflow.planning.rewards import Rewards
-from dataflow.planning.workload import Modelled, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace

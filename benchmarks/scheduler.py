@@ -22,9 +22,8 @@ from typing import Any
 from _run import begin, table
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.simulation import simulate
-from dataflow.planning.workload import Modelled, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import expand, preset
 from dataflow.scheduler import Instruction, Scheduler, Start, TaskFinished
 from dataflow.testing import grpo_pipeline

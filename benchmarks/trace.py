@@ -19,9 +19,8 @@ from typing import Any
 from _run import begin, table
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.planning.rewards import Rewards
 from dataflow.planning.simulation import simulate
-from dataflow.planning.workload import Modelled, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline import perfetto
 from dataflow.timeline.perfetto import TraceWriter

@@ -14,8 +14,7 @@ from dataflow.config.placement import Placement
 from dataflow.config.section import Section
 from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, nearest
-from dataflow.planning.rewards import Rewards
-from dataflow.planning.workload import Modelled
+from dataflow.planning.workload import Modelled, Rewards
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 

@@ -13,8 +13,7 @@ from dataflow.errors import ConfigError
 from dataflow.executors.virtual import Costs, End, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph, TaskId
 from dataflow.planning.reward_service import Delivery, Requests, RewardService
-from dataflow.planning.rewards import Rewards
-from dataflow.planning.workload import Workload
+from dataflow.planning.workload import Rewards, Workload
 
 FIT_RUNS = 40
 """Steps that a fit simulates; the makespan of 5,120 requests varies by under 1% from step to step."""

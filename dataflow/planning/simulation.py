@@ -10,8 +10,7 @@ from typing import Any
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline
 from dataflow.planning.costs import WorkloadCosts
-from dataflow.planning.rewards import Rewards
-from dataflow.planning.workload import Workload
+from dataflow.planning.workload import Rewards, Workload
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.causes import pool_waits

@@ -7,8 +7,7 @@ import pytest
 from dataflow.config.placement import placed
 from dataflow.errors import PipelineError
 from dataflow.graph import Pipeline, stage
-from dataflow.planning.rewards import Validation
-from dataflow.planning.workload import grpo
+from dataflow.planning.workload import Validation, grpo
 from dataflow.policy import PRESETS, expand, preset
 from pipelines import gsm8k_grpo
 

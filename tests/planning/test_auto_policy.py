@@ -12,9 +12,8 @@ from dataflow.distribution import Distribution
 from dataflow.errors import DataError
 from dataflow.graph import Pipeline, stage
 from dataflow.planning.auto import PolicyChooser, candidates, forecast, latency_changed, opening, window
-from dataflow.planning.rewards import Rewards
 from dataflow.planning.simulation import simulate
-from dataflow.planning.workload import Modelled, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.stage import Carried, Latest
 from dataflow.timeline.spans import Mark, Trace

@@ -11,9 +11,8 @@ from dataflow.errors import ConfigError
 from dataflow.executors.virtual import End
 from dataflow.planning.costs import WorkloadCosts, fit_latency, makespan
 from dataflow.planning.planner import predict
-from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.simulation import Outcome, Outcomes
-from dataflow.planning.workload import Measured, Modelled, Workload, grpo
+from dataflow.planning.workload import Measured, Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import expand, preset
 from tests.rigs.simulated import job
 

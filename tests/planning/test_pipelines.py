@@ -12,11 +12,10 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.errors import ConfigError
 from dataflow.planning.config import LogPlan, PlanConfig
-from dataflow.planning.rewards import Validation
 from dataflow.planning.simulation import Outcome
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
-from dataflow.planning.workload import Workload, grpo
+from dataflow.planning.workload import Validation, Workload, grpo
 from dataflow.policy import PRESETS, expand, preset
 from dataflow.timeline.spans import Trace
 from tests.planning.sources.test_verl import NEEDED, write

@@ -12,9 +12,8 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 from dataflow.planning.planner import ROWS, parse_sweep, predict, sweep, turned
 from dataflow.planning.reward_service import POLL_S
-from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.simulation import Outcome, Outcomes, simulate
-from dataflow.planning.workload import Modelled, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.testing import check_trace
 from dataflow.timeline import causes

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.simulation import simulate
-from dataflow.planning.workload import Modelled, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import SchedulingPolicy, preset
 from dataflow.timeline.spans import Mark, Trace
 

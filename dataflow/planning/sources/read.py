@@ -13,12 +13,13 @@ from dataflow.errors import ConfigError, DataError
 from dataflow.files import decoded
 from dataflow.graph import Pipeline
 from dataflow.planning.config import AgentPlan, PlanConfig
-from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources import logs, trace, verl
 from dataflow.planning.workload import (
     CRITIC,
     STAGES,
     TIMED,
+    Rewards,
+    Validation,
     Workload,
     advantage,
     grpo,

@@ -13,8 +13,7 @@ from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.graph import Pipeline
 from dataflow.planning.config import AgentPlan, PlanConfig
 from dataflow.planning.planner import name_of
-from dataflow.planning.rewards import Rewards, Validation
-from dataflow.planning.workload import Logged, Measured, Roles, StageTime, Workload
+from dataflow.planning.workload import Logged, Measured, Rewards, Roles, StageTime, Validation, Workload
 from dataflow.policy import SchedulingPolicy
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto

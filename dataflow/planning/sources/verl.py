@@ -17,9 +17,19 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, counted
 from dataflow.planning.config import PlanConfig, ValidationPlan
 from dataflow.planning.costs import fit_latency, makespan
-from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources.logs import SECONDS, Scalars, printed_settings, read_scalars
-from dataflow.planning.workload import CRITIC, TIMED, Logged, Measured, StageTime, Workload, after_rewards, grpo
+from dataflow.planning.workload import (
+    CRITIC,
+    TIMED,
+    Logged,
+    Measured,
+    Rewards,
+    StageTime,
+    Validation,
+    Workload,
+    after_rewards,
+    grpo,
+)
 from dataflow.policy import SchedulingPolicy, check_batch
 
 _STAGES = {

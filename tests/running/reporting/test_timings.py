@@ -13,8 +13,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.graph import TaskInfo
 from dataflow.metrics import of_step
-from dataflow.planning.rewards import Validation
-from dataflow.planning.workload import grpo
+from dataflow.planning.workload import Validation, grpo
 from dataflow.running.reporting.timings import step_metrics, throughput
 from dataflow.stages.advantage import advantage
 from dataflow.timeline.causes import exposed_waits
