@@ -85,7 +85,7 @@ class InlineExecutor:
             yield await self._events.get()
 
     def cancel(self, task: TaskId) -> None:
-        if running := self._running.pop(task, None):
+        if running := self._running.get(task):  # awaited by close()
             running.cancel()
 
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:
@@ -94,7 +94,8 @@ class InlineExecutor:
 
     async def close(self) -> None:
         for running in self._running.values():
-            running.cancel()
+            if not running.cancelling():  # a second one would break off how it ends
+                running.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         self._running.clear()
         for service in self._services.values():

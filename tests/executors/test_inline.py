@@ -103,3 +103,31 @@ def test_it_has_one_process() -> None:
     two = hear.bind(renamed={"told": "prompts"}, seen=Hosted("trainer", list, ranks=2))
     with pytest.raises(PipelineError, match="'trainer' needs 2 processes, but executor=inline has one"):
         asyncio.run(InlineExecutor().open(Pipeline([two], inputs=["prompts"])))
+
+
+def test_a_cancelled_task_has_ended_when_the_executor_is_closed() -> None:
+    begun, ended = asyncio.Event(), []
+
+    @stage(writes="x", on="gpu")
+    async def slow(prompts: int) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # what a request does to end
+            ended.append(prompts)
+
+    async def body() -> None:
+        pipeline, executor = Pipeline([slow], inputs=["prompts"]), InlineExecutor()
+        await executor.open(pipeline)
+        graph = expand(pipeline, preset("baseline", 1), 1)
+        runner = Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace())
+        running = asyncio.ensure_future(runner.run())
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await executor.close()
+        assert ended == [1]
+
+    asyncio.run(body())

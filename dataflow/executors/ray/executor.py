@@ -183,7 +183,7 @@ class RayExecutor:
             yield await self._events.get()
 
     def cancel(self, task: TaskId) -> None:
-        if call := self._running.pop(task, None):
+        if call := self._running.get(task):  # awaited by close()
             call.cancel()
 
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:
@@ -193,7 +193,8 @@ class RayExecutor:
         """Ends the actors and a local Ray. A service that does not close within ``Hosted.close_s`` is killed."""
         report(ray="closing")
         for task in self._running.values():
-            task.cancel()
+            if not task.cancelling():
+                task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         self._running.clear()
         for workers in self._hosts.values():
