@@ -293,7 +293,9 @@ class _Supervisor:
         code = self._facts.get("done")
         directory = Path(self._facts["directory"]) if "directory" in self._facts else None
         status = "failed" if self._stopped is None else "interrupted"
-        ended = finish(directory, status, self._facts.get("steps")) if directory and directory.is_dir() else ""
+        ended = ""
+        if code != 0 and directory is not None and directory.is_dir():
+            ended = finish(directory, status, self._facts.get("steps"))
         if code is not None:
             return int(code)
         if self._stopped is not None:
