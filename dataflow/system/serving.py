@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -13,7 +12,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPException
 from pathlib import Path
 
@@ -32,7 +31,6 @@ _TAIL = 1 << 18
 _ERROR = re.compile(r"\b(?:\w+\.)*(?:\w*(?:Error|Exception|Exit)|error): (?=\S)")
 _SECOND = re.compile(r"initialization failed|See root cause|Engine loop is not running|died unexpectedly")
 """Errors that follow from another one."""
-_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 
 
 class Port:
@@ -118,22 +116,14 @@ class Child:
         assert self._process is not None
         end, (pause_s, most_s) = time.monotonic() + self._start_s, _CHECKS_S
         see = "its own error is above" if self._log is None else f"see {self._log}"
-        descriptor = None if self._process.poll() is not None else os.pidfd_open(self._process.pid)
-        ends = select.poll()  # select() takes no descriptor of 1024 or more
-        if descriptor is not None:
-            ends.register(descriptor, select.POLLIN)
-        try:
-            while not self._answers():
-                if descriptor is None or ends.poll(1000 * pause_s):  # its end wakes at once
-                    self._process.wait()
-                    raise RunError(f"{self._what} did not start ({self.reason()}); {see}.")
-                if time.monotonic() > end:
-                    why = f"no answer to GET {self._ready} in {self._start_s:g} s"
-                    raise RunError(f"{self._what} did not start ({why}); {see}.")
-                pause_s = min(2 * pause_s, most_s)
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+        while not self._answers():
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(pause_s)
+                raise RunError(f"{self._what} did not start ({self.reason()}); {see}.")
+            if time.monotonic() > end:
+                why = f"no answer to GET {self._ready} in {self._start_s:g} s"
+                raise RunError(f"{self._what} did not start ({why}); {see}.")
+            pause_s = min(2 * pause_s, most_s)
 
     def _answers(self) -> bool:
         try:
@@ -169,13 +159,11 @@ class Child:
         code = (self._process.poll() if self._process is not None else 0) or 0
         if code == -signal.SIGKILL:
             return "killed, or out of memory"
-        if self._log is None:
-            return f"exit code {code}"
-        try:
-            last_words = reason_in(self._log, self._offset)
-        except OSError as error:  # the user has moved or removed it
-            return f"exit code {code}; its log cannot be read: {error.strerror}"
-        return last_words or f"exit code {code}, and nothing in its log"
+        said = ""
+        if self._log is not None:
+            with suppress(OSError):  # the user has moved or removed it
+                said = reason_in(self._log, self._offset)
+        return said or f"exit code {code}"
 
     @property
     def pid(self) -> int:
@@ -213,19 +201,10 @@ class Child:
 
 
 def reason_in(log: Path, offset: int = 0) -> str:
-    """Returns the last line of a log that names an error, or else its last line; "" if there is none.
-
-    Args:
-        log: the file.
-        offset: where to begin, in bytes.
-    """
+    """Returns the last line of a log, from these bytes on, that names an error, or else its last line; "" without."""
     with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        # A log that is shorter than where it began was cut by the user's rotation: what it has now is new.
-        file.seek(max(offset if offset <= size else 0, size - _TAIL))
-        text = file.read().decode(errors="replace")
-    lines = [line for line in (_PREFIX.sub("", line).strip() for line in text.splitlines()) if line]
+        file.seek(max(offset, file.seek(0, os.SEEK_END) - _TAIL))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.search(line)]
     first = [line for line in errors if not _SECOND.search(line)]
-    found = (first or errors or lines or [""])[-1]
-    return redact(found)[:300].rstrip(".")
+    return redact((first or errors or lines or [""])[-1]).strip()[:300].rstrip(".")

@@ -68,16 +68,9 @@ class Pools:
         return self.with_agents()
 
     def with_agents(self, *names: str) -> dict[str, int | None]:
-        """Returns the resources, with one for each further reward agent, on which its rewards are collected.
-
-        Raises:
-            ConfigError: an agent has the name of another resource.
-        """
-        before: dict[str, int | None] = {self.training: 1, self.sampling: 1, MAIN: None}
-        after: dict[str, int | None] = {"controller": 1, "io": 1}
-        if taken := [name for name in names if name in before or name in after]:
-            raise ConfigError(f"the name of reward agent '{taken[0]}' is that of a resource; give it another one.")
-        return {**before, **dict.fromkeys(names), **after}  # agents are beside each other on the timeline
+        """Returns the resources, with one for each further reward agent, on which its rewards are collected."""
+        agents = dict.fromkeys((MAIN, *names))  # beside each other on the timeline
+        return {self.training: 1, self.sampling: 1, **agents, "controller": 1, "io": 1}
 
 
 def pools_of(config: Any, *, critic: bool = False) -> Pools:

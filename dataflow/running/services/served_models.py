@@ -22,7 +22,7 @@ from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
-from dataflow.models.directory import chat_template, check_files, headers, labels_of
+from dataflow.models.directory import chat_template, check_files, headers
 from dataflow.rewards.functions import load_reward, takes
 from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
@@ -49,27 +49,25 @@ def check_models(config: RunConfig, agents: Iterable[str]) -> None:
     Raises:
         ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
     """
-    models, scoring, asked = config.reward.models, set[str](), set[str]()
+    models, scoring, asked = config.reward.models, set[str](), set[str | None]()
     for name in agents:
         source = source_of(config, name)
-        scorer, named = model_of(config, source), source.options.model
+        scorer, named, custom = model_of(config, source), source.options.model, source.custom
         if named is not None and named not in models:
             hint = nearest(named, models) or f"; give reward.models.{named}.path."
             raise ConfigError(keyed(f"reward.model={named}: there is no reward model of that name{hint}", name))
         if scorer is not None:
             scoring.add(scorer)
-        elif models and source.custom.path is not None and _asks(source.custom):
-            if (only := asked_of(config, source)) is None:
-                raise ConfigError(
-                    keyed(
-                        f"the function of custom_reward_function.path={source.custom.path} asks one reward model "
-                        f"(reward_router_address), and there are {', '.join(models)}; name it with reward.model.",
-                        name,
-                    )
-                )
-            asked.add(only)
+        elif models and custom.path is not None and "reward_router_address" not in custom.reward_kwargs:
+            if takes(load_reward(custom.path, custom.name, custom.reward_kwargs), "reward_router_address"):
+                asked.add(asked_of(config, source))
+    if None in asked:
+        raise ConfigError(
+            "a function of custom_reward_function.path asks one reward model (reward_router_address), and there are "
+            f"{', '.join(models)}; name it with reward.model."
+        )
     for name, model in models.items():
-        if name not in scoring and name not in asked:
+        if name not in scoring | asked:
             raise ConfigError(
                 f"reward.models.{name}: no reward agent uses it; give reward.model={name}, or leave it out (a function "
                 "asks it only with a parameter reward_router_address)."
@@ -77,19 +75,13 @@ def check_models(config: RunConfig, agents: Iterable[str]) -> None:
         try:
             _check_place(config, model)
             if model.url is None:
-                _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu", name in scoring)
+                _check_model(model, name in scoring)
         except (ConfigError, ModelError) as error:
             raise ConfigError(f"reward.models.{name}: {error}") from error
 
 
-def _asks(custom: Any) -> bool:
-    """Whether a function is given the address of a reward model."""
-    found = load_reward(custom.path, custom.name, custom.reward_kwargs)
-    return takes(found, "reward_router_address") and "reward_router_address" not in custom.reward_kwargs
-
-
 def _check_place(config: RunConfig, model: ServedModelConfig) -> None:
-    """Checks that a model can be where it shall be, and that what routes to it is installed."""
+    """Checks that a model can be where it shall be, and that what serves it and routes to it is installed."""
     gpus, servers = bool(config.ray.gpus_per_worker), model.replicas * model.tensor_parallel
     many = (model.servers > 1 or on_cluster(config)) and len(model.url or ()) != 1
     if many and (why := not_installed("vllm_router")) is not None:
@@ -98,45 +90,37 @@ def _check_place(config: RunConfig, model: ServedModelConfig) -> None:
         return
     if gpus and config.executor != "ray":
         raise ConfigError("Ray gives servers their GPUs; give executor=ray, or the url of servers that run elsewhere.")
-    if model.placement != "colocated":
-        return
-    for wrong, why in (
-        (not gpus, "vLLM cannot sleep on a CPU"),
-        (on_cluster(config), "on a cluster (ray.address) servers cannot share the GPUs of trainer and engine"),
-        (config.placement != "colocated", "with placement=disaggregated trainer and engine share no GPUs"),
-        (
-            servers > config.trainer.world_size,
-            f"its servers need {servers} GPUs, and trainer and engine have {config.trainer.world_size}",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(f"placement=colocated: {why}; give placement=own.")
+    shares = gpus and config.placement == "colocated" and not on_cluster(config)
+    if model.placement == "colocated" and (not shares or servers > config.trainer.world_size):
+        raise ConfigError(
+            f"placement=colocated: {servers} servers sleep on the GPUs that trainer and engine share "
+            f"(placement=colocated, trainer.world_size={config.trainer.world_size}), without a cluster (ray.address); "
+            "give placement=own."
+        )
+    device, found = "cuda" if gpus else "cpu", vllm_device()
+    if found != device:
+        there = "is not installed" if found is None else f"that is installed is for device {found}"
+        raise ConfigError(
+            f"vLLM {there}, and this run serves its models on device {device}; pip install "
+            f"'dataflow-rl[{'gpu' if gpus else 'cpu'}]', or give the url of a server."
+        )
 
 
-def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
+def _check_model(model: ServedModelConfig, scores: bool) -> None:
     """Checks what vLLM would serve without a word, or refuse after a minute."""
     path = Path(model.path or "").expanduser()
-    about = check_files(path, model.kind)
-    if not about.get("quantization_config"):
-        headers(path)
+    labels = None
     if model.kind != "chat":
-        labels = labels_of(about)
-        if scores and labels not in (None, 1):
-            raise ConfigError(
-                f"model {path} answers {labels} numbers (labels), where a score is one; give a model with one label, "
-                "or a reward function that makes a score of them."
-            )
-    if model.template is None and not chat_template(path):
-        raise ConfigError(f"model {path} has no chat template; give template, a Jinja file.")
-    if model.template is not None and not Path(model.template).expanduser().is_file():
-        raise ConfigError(f"template={model.template} does not exist; give a Jinja file.")
-    if (found := vllm_device()) != device:
-        devices = {"cpu": "the CPU", "cuda": "GPUs"}
-        there = "is not installed" if found is None else f"that is installed is for {devices[found]}"
+        labels = check_head(path, model.kind)
+    elif not check_files(path, "chat").get("quantization_config"):
+        headers(path)
+    if scores and labels not in (None, 1):
         raise ConfigError(
-            f"vLLM {there}, and this run serves its models on {devices[device]}; pip install "
-            f"'dataflow-rl[{'cpu' if device == 'cpu' else 'gpu'}]', or give the url of a server."
+            f"model {path} answers {labels} numbers (labels), where a score is one; give a model with one label, "
+            "or a reward function that makes a score of them."
         )
+    if not (chat_template(path) if model.template is None else Path(model.template).expanduser().is_file()):
+        raise ConfigError(f"model {path} has no chat template, or there is no file {model.template}; give template.")
 
 
 def model_hosts(
@@ -287,11 +271,10 @@ class ServedModels:
         self, name: str, what: str, ended: Callable[[], Awaitable[str]], restart: Callable[[], Awaitable[None]]
     ) -> None:
         """Restarts a process of a model as often as it dies and may be restarted."""
-        most = self._models[name].restarts
+        model, most = self._models[name], self._models[name].restarts
         try:
             while True:
-                reason = await ended()
-                why = f"reward model '{name}': {what} ended ({reason})"
+                why = f"reward model '{name}': {what} ended ({await ended()})"
                 if self._restarted[name] >= most:
                     raise RunError(
                         f"{why}, after {self._restarted[name]} restarts (reward.models.{name}.restarts={most}); see "
@@ -304,17 +287,13 @@ class ServedModels:
                 await restart()
         except Exception as error:
             lost = error if isinstance(error, RunError) else RunError(f"reward model '{name}': {what} is lost: {error}")
-            self._lose(name, what, lost)
-
-    def _lose(self, name: str, what: str, error: RunError) -> None:
-        model = self._models[name]
-        self._lost[name] += 1
-        left = model.replicas - self._lost[name]
-        # All servers that share GPUs are woken for each step.
-        if what != ROUTER and left > 0 and model.placement == "own":
-            logger.warning(f"{str(error).rstrip('.')}; the run goes on with {left} of its servers.")
-        else:
-            self._on_lost(error)
+            self._lost[name] += 1
+            left = model.replicas - self._lost[name]
+            # All servers that share GPUs are woken for each step.
+            if what != ROUTER and left > 0 and model.placement == "own":
+                logger.warning(f"{str(lost).rstrip('.')}; the run goes on with {left} of its servers.")
+            else:
+                self._on_lost(lost)
 
     async def close(self) -> None:
         """Ends the routers; the executor ends the servers."""

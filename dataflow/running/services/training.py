@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,6 @@ def check_training(options: TrainedConfig, model: str | Path | None) -> None:
     lora, key = options.lora, f"{options.section}.lora"
     if lora.rank is None:
         return
-    if lora.adapter is not None:
-        _check_adapter(lora, key)
     if model is not None and os.path.isdir(model):
         _check_names(lora, key, Path(model))
 
@@ -97,16 +94,3 @@ def _check_names(lora: LoraConfig, key: str, model: Path) -> None:
                 known = sorted({layer.rpartition(".")[2] for layer in layers})
                 hint = nearest(each, known) or f"; it has {', '.join(known)}."
                 raise ConfigError(f"{key}.{name}: model {model} has no layer '{each}'{hint}")
-
-
-def _check_adapter(lora: LoraConfig, key: str) -> None:
-    path = Path(str(lora.adapter))
-    try:
-        rank = json.loads((path / "adapter_config.json").read_text(encoding="utf-8")).get("r")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{key}.adapter={path} has no readable adapter_config.json; give a directory that peft or "
-            "'dataflow export --adapter' wrote."
-        ) from error
-    if rank != lora.rank:
-        raise ConfigError(f"{key}.adapter={path} is of rank {rank}, and {key}.rank is {lora.rank}; give the same.")

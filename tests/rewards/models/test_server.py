@@ -41,9 +41,9 @@ def test_the_reason_is_the_first_error_of_the_last_start(tmp_path: Path) -> None
         "(EngineCore pid=7) ERROR 01-01 10:00:00 [core.py:1] ValueError: no room.\n"
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
-    assert reason_in(log, offset=10) == "ValueError: no room"
+    assert reason_in(log, offset=10).endswith("[core.py:1] ValueError: no room")
     log.write_text("bye\n\n")
-    assert reason_in(log, offset=1000) == "bye"
+    assert reason_in(log) == "bye"
     log.write_text("")
     assert reason_in(log) == ""
 

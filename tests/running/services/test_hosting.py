@@ -118,7 +118,5 @@ def test_each_agent_has_its_section_its_host_and_its_resource(tmp_path: Path) ->
     assert rule.options["default"]["kwargs"]["url"] == "http://judge"
     assert [Path(h.options["ledger"]).name for h in (main, rule)] == ["rewards.sqlite", "rewards_rule.sqlite"]
     assert list(pools_of(config).with_agents("rule")) == ["gpu", "reward", "rule", "controller", "io"]
-    with pytest.raises(ConfigError, match="'controller' is that of a resource"):
-        pools_of(config).with_agents("controller")
     with pytest.raises(ConfigError, match=r"no reward agent 'rul'; did you mean 'rule'\?.*SourceConfig"):
         reward_host(config, "rul")

@@ -89,15 +89,15 @@ def test_the_only_model_scores_for_agent_reward_unless_another_agent_names_it(rm
         ({"path": "RM"}, ("judge.url=http://j", "rule.custom_reward_function.path=ASKS"), None),
         ({"url": ["http://elsewhere", "http://there"], "kind": "pooling"}, (), None),
         ({"path": "no"}, (), "reward.models.m: model no: config.json cannot be read (No such file"),
-        ({"path": "RM", "template": "no.jinja"}, (), "template=no.jinja does not exist"),
+        ({"path": "RM", "template": "no.jinja"}, (), "there is no file no.jinja"),
         ({"path": "CHAT"}, (), "is a Qwen2ForCausalLM; give one whose config.json names"),
         ({"path": "RM", "kind": "chat"}, (), "is a Qwen2ForSequenceClassification; give one"),
-        ({"path": "RM"}, ("ray.gpus_per_worker=1",), "serves its models on GPUs"),
-        ({"path": "RM", "placement": "colocated"}, (), "placement=colocated: vLLM cannot sleep on a CPU"),
+        ({"path": "RM"}, ("ray.gpus_per_worker=1",), "serves its models on device cuda"),
+        ({"path": "RM", "placement": "colocated"}, (), "placement=colocated: 1 servers sleep on the GPUs"),
         (
             {"path": "RM", "placement": "colocated", "replicas": 3},
             ("ray.gpus_per_worker=1", "executor=ray"),
-            "its servers need 3 GPUs, and trainer and engine have 1",
+            "placement=colocated: 3 servers sleep on the GPUs that trainer and engine share",
         ),
         ({"path": "RM"}, ("rule.model=mm",), "rule.model=mm: there is no reward model of that name; did you mean 'm'?"),
         ({"path": "TWO"}, (), "answers 2 numbers (labels), where a score is one"),
@@ -123,7 +123,9 @@ def test_a_model_that_cannot_be_served_is_one_sentence(
         check_models(config(f"reward.models={json.dumps({'m': given})}", *keys), AGENTS)
 
 
-@pytest.mark.parametrize(("found", "words"), [(None, "vLLM is not installed"), ("cuda", "installed is for GPUs")])
+@pytest.mark.parametrize(
+    ("found", "words"), [(None, "vLLM is not installed"), ("cuda", "installed is for device cuda")]
+)
 def test_without_vllm_for_this_device_a_sentence(
     found: str | None, words: str, rm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"target_modules": ["q_proj", "layers.1.mlp.up_proj"], "exclude_modules": ["down_proj"]}, None),
         ({"target_modules": ".*mlp.*_proj"}, None),
         ({"target_modules": ["qproj"]}, "target_modules: model .* has no layer 'qproj'; did you mean 'q_proj'?"),
-        ({"adapter": "nowhere"}, "trainer.lora.adapter=nowhere has no readable adapter_config.json"),
     ],
 )
 def test_an_adapter_names_layers_of_the_model(lora: dict[str, Any], message: str | None, model: Path) -> None:
@@ -38,11 +36,3 @@ def test_an_adapter_names_layers_of_the_model(lora: dict[str, Any], message: str
         return
     for place in (model, None, "org/model"):
         check_training(options, place)
-
-
-def test_an_adapter_to_begin_with_has_the_rank_that_is_given(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8}))
-    lora = LoraConfig(rank=8, adapter=str(tmp_path))
-    check_training(TrainerConfig(lora=lora), model)
-    with pytest.raises(ConfigError, match=r"is of rank 8, and trainer\.lora\.rank is 4; give the same"):
-        check_training(TrainerConfig(lora=lora.model_copy(update={"rank": 4})), model)
