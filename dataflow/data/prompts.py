@@ -23,7 +23,7 @@ from dataflow.errors import ConfigError, DataError, ModelError, counted
 from dataflow.files import sha256_of
 from dataflow.models.directory import Room, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
-from dataflow.models.tokenizer import DESCRIBED, load_chat_tokenizer, prompt_ids
+from dataflow.models.tokenizer import load_chat_tokenizer, prompt_ids
 
 PROBLEM_SEED = 0
 """Of the generated problems, so that the held-out ones are the same for runs of all seeds."""
@@ -125,7 +125,6 @@ class PromptSource:
         self.name = problems.name
         self._seed, self._shuffle, self._size = seed, data.shuffle, prompts
         self._processor = processor
-        self._meta = {DESCRIBED: True} if schemas else {}
         ids = self._tokenized(problems, tokenizer, schemas)
         whole = [_Prompt(*each) for each in zip(problems.rows, problems.labels, ids, strict=True)]
         self._prompts = self._fitting(whole, data)
@@ -310,7 +309,6 @@ class PromptSource:
                 "extra_info": [_given(copy.deepcopy(prompt.row.get("extra_info") or {})) for prompt in prompts],
                 **more,
             },
-            self._meta,
         )
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from dataflow.errors import ConfigError, DataflowError, ModelError
 from dataflow.files import sha256_of
 
-DESCRIBED = "tools_described"
-"""Set in the meta of a batch of prompts whose token ids already describe the tools."""
 _TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 """Ends of the names of a model's files beside its weights, of which trainers check the content themselves."""
 

@@ -40,7 +40,7 @@ def rollout_stages(config: Any) -> tuple[Stage, Stage]:
         from dataflow.tools import toolbox_of
 
         tools = toolbox_of(config).check()
-        how["talk"] = Talk(tools, offer.max_turns, offer.max_response_tokens, config.data.max_prompt_length)
+        how["talk"] = Talk(tools, offer.max_turns, offer.max_response_tokens)
     return rollout.bind(sampling=sampling, **how), val_rollout.bind(sampling=held_out, **how)
 
 

@@ -30,15 +30,13 @@ class Talk:
     Attributes:
         tools: that the model may call.
         max_turns: turns of the model in a conversation; a call in the last one is not answered.
-        max_tokens: R, the tokens of all turns together, including the tools' answers; the engine must accept prompts of
-            ``max_prompt_length + max_tokens`` tokens.
-        max_prompt_length: tokens that a prompt with its descriptions of tools may have; None does not check.
+        max_tokens: R, the tokens of all turns together, including the tools' answers; the engine must accept
+            prompts that are longer by as many.
     """
 
     tools: Toolbox
     max_turns: int
     max_tokens: int
-    max_prompt_length: int | None = None
 
 
 def turn_metrics(responses: Batch) -> dict[str, float]:

@@ -104,7 +104,8 @@ async def _sampled(
     emitted = {group for batch in done.values() for group in batch.ids}
     length = sampling.max_tokens
     if talk is not None:
-        prompts, length = await asyncio.to_thread(talk.tools.ready, prompts, talk.max_prompt_length), talk.max_tokens
+        await asyncio.to_thread(talk.tools.check_rows, prompts)
+        length = talk.max_tokens
     left = prompts.select([group for group in prompts.ids if group not in emitted])
     if "prompt_ids" in prompts:  # arrays, see Sample.compact
         prompts = prompts.merge(prompts.like(prompt_ids=[np.asarray(i, np.int32) for i in prompts["prompt_ids"]]))

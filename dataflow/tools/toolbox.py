@@ -18,7 +18,7 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import DataError, ModelError, an
 from dataflow.models.chat import without
-from dataflow.models.tokenizer import DESCRIBED, load_chat_tokenizer, prompt_ids
+from dataflow.models.tokenizer import load_chat_tokenizer, prompt_ids
 from dataflow.system.frozen import frozen_exit
 from dataflow.tools.reader import AUTO, Answers, Format, Reader, ToolCall, find_format, find_reader
 from dataflow.tools.tool import Refused, Tool, choose_tools
@@ -98,41 +98,14 @@ class Toolbox:
             raise ModelError(f"model.path={self.model}: {what}; give the model one that has them.")
         return reader
 
-    @cached_property
-    def _described(self) -> bool:
-        chat = [{"role": "user", "content": "?"}]
-        shown = prompt_ids(self.tokenizer, chat, self.schemas) != prompt_ids(self.tokenizer, chat)
-        if not shown:
-            logger.info("The chat template describes no tools: the model learns of them only from its prompts.")
-        return shown
-
-    def ready(self, prompts: Batch, longest: int | None = None) -> Batch:
-        """Returns the prompts with descriptions of the tools, if the chat template supports them; checks all.
-
-        Args:
-            prompts: columns ``prompt_ids`` and ``raw_prompt``.
-            longest: largest number of tokens of such a prompt.
-
-        Raises:
-            DataError: a prompt becomes too long, or its ``tools_kwargs`` do not fit the tools.
-            ModelError: as of :attr:`reader`.
-        """
+    def check_rows(self, prompts: Batch) -> None:
+        """Raises a DataError if the ``tools_kwargs`` of a prompt do not fit the tools; see :attr:`reader`, too."""
         _ = self.reader
         extras = prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)
         for group, extra in zip(prompts.ids, extras, strict=True):
             given = tools_kwargs(extra)
             for name, tool in self.tools.items():
                 tool.check_own(given.get(name, {}), f"rollout: extra_info of group {group}")
-        if "raw_prompt" not in prompts or not self._described or prompts.meta.get(DESCRIBED):
-            return prompts
-        ids = [prompt_ids(self.tokenizer, chat, self.schemas) for chat in prompts["raw_prompt"]]
-        for group, prompt in zip(prompts.ids, ids, strict=True):
-            if longest is not None and len(prompt) > longest:
-                raise DataError(
-                    f"rollout: with the tools described, the prompt of group {group} has {len(prompt)} tokens, more "
-                    f"than data.max_prompt_length={longest}; raise it."
-                )
-        return prompts.merge(prompts.like(prompt_ids=ids))
 
     def read(self, before: Sequence[int], turn: Sequence[int], called: bool = True) -> tuple[str, list[ToolCall]]:
         """Returns the text of a turn of the model, which was sampled after the tokens ``before``, and its calls."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 _BACKLOG = 4096  # connections that may wait: an agent opens all at once; net.core.somaxconn may lower it
-_FILES = 1 << 16
 _START_S = 30.0
 
 
@@ -90,10 +89,8 @@ def serve(app: web.Application, host: str, port: int, **options: Any) -> None:
     async def well(_request: web.Request) -> web.Response:
         return web.Response()
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # usually 1,024, fewer than an agent's connections
-    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # usually 1,024, fewer than an agent's connections
     bound = socket.create_server((host, port), family=family_of(host), backlog=_BACKLOG)
     if not port:
         print(json.dumps({"url": f"http://{host_port(*bound.getsockname()[:2])}"}), flush=True)

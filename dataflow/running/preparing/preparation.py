@@ -46,7 +46,8 @@ from dataflow.running.preparing.machine import GIB, free_disk, gib, gpu_memory
 from dataflow.running.preparing.memory import Need, need_of, peak
 from dataflow.running.replanning import load_schedule, policies_of
 from dataflow.running.reporting.progress import Progress
-from dataflow.running.services.hosting import REWARD, check_nodes, circumstances, engine_kind, gpus_of
+from dataflow.running.services.hosting import REWARD, circumstances, engine_kind, gpus_of
+from dataflow.running.services.nodes import check_nodes
 from dataflow.running.services.training import check_trained
 from dataflow.system.address import without_login
 from dataflow.system.extras import mismatched, not_installed

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 
 from loguru import logger
 
-from dataflow.config.reward import asked_of, model_of, source_of, sources_of
+from dataflow.config.reward import CustomRewardConfig, asked_of, model_of, source_of, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
-from dataflow.models.directory import chat_template, check_files, headers
+from dataflow.models.directory import chat_template, check_files, headers, labels_of
 from dataflow.rewards.functions import load_reward, takes
 from dataflow.rewards.models.server import router_command, serve_command
 from dataflow.rewards.naming import keyed
@@ -58,9 +58,8 @@ def check_models(config: RunConfig, agents: Iterable[str]) -> None:
             raise ConfigError(keyed(f"reward.model={named}: there is no reward model of that name{hint}", name))
         if scorer is not None:
             scoring.add(scorer)
-        elif models and custom.path is not None and "reward_router_address" not in custom.reward_kwargs:
-            if takes(load_reward(custom.path, custom.name, custom.reward_kwargs), "reward_router_address"):
-                asked.add(asked_of(config, source))
+        elif models and custom.path is not None and _asks(custom):
+            asked.add(asked_of(config, source))
     if None in asked:
         raise ConfigError(
             "a function of custom_reward_function.path asks one reward model (reward_router_address), and there are "
@@ -78,6 +77,12 @@ def check_models(config: RunConfig, agents: Iterable[str]) -> None:
                 _check_model(model, name in scoring)
         except (ConfigError, ModelError) as error:
             raise ConfigError(f"reward.models.{name}: {error}") from error
+
+
+def _asks(custom: CustomRewardConfig) -> bool:
+    """Whether a function is given the address of a reward model."""
+    found = load_reward(custom.path or "", custom.name, custom.reward_kwargs)
+    return takes(found, "reward_router_address") and "reward_router_address" not in custom.reward_kwargs
 
 
 def _check_place(config: RunConfig, model: ServedModelConfig) -> None:
@@ -109,11 +114,10 @@ def _check_place(config: RunConfig, model: ServedModelConfig) -> None:
 def _check_model(model: ServedModelConfig, scores: bool) -> None:
     """Checks what vLLM would serve without a word, or refuse after a minute."""
     path = Path(model.path or "").expanduser()
-    labels = None
-    if model.kind != "chat":
-        labels = check_head(path, model.kind)
-    elif not check_files(path, "chat").get("quantization_config"):
+    about = check_files(path, model.kind)
+    if not about.get("quantization_config"):
         headers(path)
+    labels = None if model.kind == "chat" else labels_of(about)
     if scores and labels not in (None, 1):
         raise ConfigError(
             f"model {path} answers {labels} numbers (labels), where a score is one; give a model with one label, "
