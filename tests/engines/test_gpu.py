@@ -98,8 +98,7 @@ def test_syncs_through_cuda_ipc_in_chunks(
 
     async def body() -> None:
         engine = build(paths[0], tensor_parallel=gpus)
-        # Only now: importing it imports vLLM, which the engine has to prepare.
-        monkeypatch.setattr("dataflow.engines.vllm.transfer._BUFFER_BYTES", 1)  # a weight a chunk, or a few
+        monkeypatch.setattr("dataflow.engines.vllm.engine._BUFFER_BYTES", 1)  # a weight a chunk, or a few
         for version, path in enumerate(paths):
             if version:
                 await engine.sync(weights_of(path), version)

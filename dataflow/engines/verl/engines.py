@@ -15,7 +15,7 @@ from verl.utils.torch_functional import calculate_sum_pi_squared_from_logits
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
-from dataflow.engines.verl.lora import HEADS
+from dataflow.engines.verl.state import HEADS
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")

@@ -20,11 +20,10 @@ import torch.distributed as dist
 
 from dataflow.batch import Batch
 from dataflow.columns import Ragged
-from dataflow.engines.verl.lora import has_adapter, merged
 from dataflow.engines.verl.loss import reduced, weighed
 from dataflow.engines.verl.process import import_worker, join, quiet
 from dataflow.engines.verl.rows import Division, Spans, halves, inputs_of, jagged
-from dataflow.engines.verl.state import Checkpointed
+from dataflow.engines.verl.state import ADAPTER, Checkpointed
 from dataflow.engines.verl.worker import build_worker
 from dataflow.system import clock
 
@@ -83,7 +82,7 @@ class TrainedModel(Checkpointed):
             self.worker = self._build()
         super().__init__(self.worker.engine, model)
         self.division = Division(self.rank, self.world, options.micro_batch_size, max_tokens, balance)
-        self.adapted = has_adapter(self.worker.engine.module)
+        self.adapted = hasattr(self.worker.engine.module, "peft_config")
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns copies of all weights on CPU, by Hugging Face name, tied ones once; all ranks must call.
@@ -97,7 +96,7 @@ class TrainedModel(Checkpointed):
         bare = engine.module.get_base_model() if self.adapted else engine.module
         every = {name for name, _ in bare.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in bare.named_parameters()}
-        named = merged(engine.module) if self.adapted else engine.get_per_tensor_param()[0]
+        named = _merged(engine.module) if self.adapted else engine.get_per_tensor_param()[0]
         found = {}
         with self._left_free():
             for name, tensor in named:  # each is gathered here, by all ranks together
@@ -237,3 +236,30 @@ def digest(weights: Mapping[str, torch.Tensor]) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         found.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def _merged(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields whole weights by Hugging Face name, the adapter's product added; all ranks must iterate.
+
+    The sum is made from gathered tensors, so that it has the same bits on any number of ranks, in the weights' own
+    type; verl's own merge yields bfloat16.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import transpose
+    from verl.utils.device import get_device_id
+    from verl.utils.fsdp_utils import normalize_peft_param_name
+    from verl.utils.model import convert_weight_keys
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach().to(get_device_id())  # it may be in CPU memory (param_offload)
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    for name, tensor in module.state_dict().items():
+        if not (plain := convert_weight_keys(normalize_peft_param_name({name: tensor}), module)):
+            continue  # of the adapter
+        found, layer = whole(tensor), layers.get(name.removesuffix(".base_layer.weight"))
+        if layer is not None:
+            a, b = whole(layer.lora_A[ADAPTER].weight), whole(layer.lora_B[ADAPTER].weight)
+            found = found + transpose(b @ a, layer.fan_in_fan_out) * layer.scaling[ADAPTER]
+        yield next(iter(plain)), found

@@ -35,9 +35,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from dataflow.engines.verl.lora import ADAPTER, has_adapter
 from dataflow.errors import ConfigError, DataError, DataflowError
 
+ADAPTER = "default"
+"""The name of a LoRA adapter, peft's own. A checkpoint holds the adapter alone: the frozen weights are the model's."""
+HEADS = ("score", "classifier")
+"""Names of the layer of a value model that computes the values, in transformers' models; it is trained as a whole."""
 _WEIGHTS, _OPTIMIZER, _SHARED, _RANDOM = "model", "optimizer", "shared", "random"
 
 
@@ -71,7 +74,7 @@ class Checkpointed:
         # If no step was taken yet, reading the optimizer's state would take one.
         state = _copied(self._present(stepped=bool(optimizer.state)))
         state[f"{_RANDOM}_{self.rank}"] = pickle.dumps(_random_state())
-        adapter = module.peft_config[ADAPTER] if has_adapter(module) else None
+        adapter = module.peft_config[ADAPTER] if hasattr(module, "peft_config") else None
         state[_SHARED] = {"lr_scheduler": self._engine.lr_scheduler.state_dict(), "adapter": adapter}
         self._staged = state
         self._idle.clear()

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dataflow.engines.pretrained import add_mean
-from dataflow.engines.verl.lora import HEADS
 from dataflow.engines.verl.process import import_worker
-from dataflow.errors import ConfigError
+from dataflow.engines.verl.state import HEADS
 
 if TYPE_CHECKING:
     from verl.workers.engine_workers import TrainingWorker
@@ -118,22 +117,3 @@ def _optimizer(options: Any, total_steps: int) -> Any:
         num_cycles=options.lr_cycles,
         total_training_steps=total_steps + _first_rate_is_zero(options, total_steps),
     )
-
-
-def check_optimizer(options: Any) -> None:
-    """Builds the optimizer of one weight, as verl does: only its class knows what it takes.
-
-    Raises:
-        ConfigError: it cannot be built.
-    """
-    from verl.workers.config.optimizer import build_optimizer
-
-    try:
-        build_optimizer([torch.nn.Parameter(torch.zeros(1))], _optimizer(options, 1))
-    except Exception as error:
-        key, given = f"{options.section}.optimizer", options.optimizer_kwargs
-        why = " ".join(str(error.__cause__ or error).split()).rstrip(".")
-        raise ConfigError(
-            f"{key}={options.optimizer}, {key}_impl={options.optimizer_impl}, {key}_kwargs={given}: cannot be built "
-            f"({type(error).__name__}: {why}); correct it."
-        ) from error

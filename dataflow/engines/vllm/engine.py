@@ -1,7 +1,7 @@
 """Rollout with vLLM's ``AsyncLLM``: continuous batching, a shared prefix cache, each sample returned when it ends.
 
-Where the weights go: :meth:`VllmRollout._load` pauses the engine, sends them to vLLM's workers
-(:mod:`dataflow.engines.vllm.transfer`), and drops the prefix cache of the old ones.
+Where the weights go: :meth:`VllmRollout._load` pauses the engine, drops the prefix cache of the old ones, and sends the
+new ones to vLLM's workers (:func:`send_weights`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Coroutine, Mapping
+import tempfile
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from dataflow.system.loopback import ADDRESS, stay_on
 
 _ERROR = re.compile(r"(?<![\w.])[\w.]*+(?:(?<=Error)|(?<=Exception)): .+$", re.MULTILINE)
 _ELSEWHERE = re.compile(r"root cause|initialization failed", re.IGNORECASE)
+_BUFFER_BYTES = 256 << 20
+_MEMORY = Path("/dev/shm")
 
 
 class VllmRollout(Rollout):
@@ -172,8 +176,6 @@ class VllmRollout(Rollout):
         return Sample(request.group, request.index, tokens, log_probs, version, found.finish_reason)
 
     async def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        from dataflow.engines.vllm.transfer import send_weights
-
         async def work() -> None:
             await self._engine.pause_generation(mode="abort", clear_cache=True)  # nothing is in flight
             if self._asleep:
@@ -233,6 +235,95 @@ class VllmRollout(Rollout):
         """Aborts the samples in flight and ends vLLM's processes. Idempotent."""
         self._gate.close()
         self._engine.shutdown()
+
+
+async def send_weights(engine: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Replaces the weights of an ``AsyncLLM``, in which nothing may be in flight, in place.
+
+    On GPUs by vLLM's weight transfer by CUDA IPC: weights are packed into a buffer on each GPU, which the worker there
+    maps, so that a GPU needs no more memory than the buffer. On a CPU, where vLLM has no transfer, its workers reload
+    the weights from a file in shared memory.
+
+    Args:
+        engine: on a GPU it is built with vLLM's transfer ``ipc``.
+        weights: all of them, by Hugging Face name, tied ones once.
+
+    Raises:
+        RunError: shared memory is too small. After this or any other error the workers may hold a part of the new
+            weights, so the engine must not be used again.
+    """
+    if engine.vllm_config.weight_transfer_config is None:
+        await _send_file(engine, weights)
+    else:
+        await _send_ipc(engine, weights, range(engine.vllm_config.parallel_config.world_size))
+
+
+async def _send_file(engine: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    memory = _MEMORY if _MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=memory, prefix="dataflow-weights-") as directory:
+        file = Path(directory, "model.safetensors")
+        tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+        try:
+            await asyncio.to_thread(save_file, tensors, file)
+        except (OSError, SafetensorError) as error:
+            size = sum(value.numel() * value.element_size() for value in tensors.values())
+            raise RunError(
+                f"weight sync: the weights ({size / 2**20:.1f} MiB) cannot be written to {file} ({error}); give "
+                f"{file.parents[1]} more room (docker: --shm-size)."
+            ) from error
+        await engine.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+    await engine.collective_rpc("refresh_head")
+
+
+async def _send_ipc(engine: Any, weights: Mapping[str, torch.Tensor], devices: Sequence[int]) -> None:
+    """Sends weights through a buffer on each of these GPUs, whose indices are the same in the workers' process."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
+
+    # They are packed contiguously and read by dtype; with the widest dtype first, all are aligned.
+    ordered = sorted(((name, value.detach()) for name, value in weights.items()), key=lambda w: -w[1].element_size())
+    sizes = [value.numel() * value.element_size() for _name, value in ordered]
+    size = min(sum(sizes), max(_BUFFER_BYTES, *sizes))
+    # strict: equal weights in buffers of equal size give equal chunks.
+    chunks = zip(*(_chunks(device, ordered, size) for device in devices), strict=True)
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest({"packed": True}))
+    await engine.start_weight_update()
+    # A buffer is reused when the next chunk is requested, so the workers must have loaded the last one by then.
+    while (each := await asyncio.to_thread(next, chunks, None)) is not None:
+        first = each[0]
+        info = IPCWeightTransferUpdateInfo(
+            names=first.names,
+            dtype_names=first.dtype_names,
+            shapes=first.shapes,
+            # A worker selects the handle of its own GPU.
+            ipc_handles={uuid: handle for chunk in each for uuid, handle in chunk.ipc_handle.items()},
+            tensor_sizes=first.tensor_sizes,
+        )
+        await engine.update_weights(WeightTransferUpdateRequest(asdict(info)))
+    await engine.finish_weight_update()
+    torch.cuda.ipc_collect()
+    # The workers cannot use the buffers' memory while torch's allocator caches it.
+    torch.cuda.empty_cache()
+
+
+def _chunks(device: int, weights: Sequence[tuple[str, torch.Tensor]], size: int) -> Iterator[Any]:
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
+    producer = packed_ipc_producer(
+        iterator=iter(weights),
+        gpu_uuid=str(torch.cuda.get_device_properties(device).uuid),
+        post_iter_func=lambda item: item[1],
+        buffer_size_bytes=size,
+    )
+    while True:
+        with torch.cuda.device(device):  # not around a yield, as the caller would run on that device, too
+            chunk = next(producer, None)
+        if chunk is None:
+            return
+        yield chunk
 
 
 def _stderr_size() -> int | None:

@@ -44,10 +44,6 @@ def check_training(options: TrainedConfig, model: str | Path | None) -> None:
     Raises:
         ConfigError: see there.
     """
-    if (options.optimizer, options.optimizer_impl, options.optimizer_kwargs) != ("AdamW", "torch.optim", {}):
-        from dataflow.engines.verl.worker import check_optimizer
-
-        check_optimizer(options)
     lora, key = options.lora, f"{options.section}.lora"
     if lora.rank is None:
         return

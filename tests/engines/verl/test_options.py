@@ -16,8 +16,7 @@ from dataflow.engines.verl.export import with_adapter, write_adapter
 from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.state import read_weights
 from dataflow.engines.verl.trainer import VerlTrainer
-from dataflow.engines.verl.worker import check_optimizer, worker_config
-from dataflow.errors import ConfigError
+from dataflow.engines.verl.worker import worker_config
 from tests.engines.verl.models import Make, build, largest_difference, load, plain_log_probs, responses, save, scored
 from tests.rigs.ranks import RankHost
 
@@ -165,15 +164,3 @@ def test_the_keys_are_those_of_verl(tiny_qwen: Path) -> None:
     assert config_of(tiny_qwen, TrainerConfig(), offload=True).engine_config.param_offload
     value = config_of(tiny_qwen, CriticConfig(lora={"rank": 1}), valued=True)  # type: ignore[arg-type]
     assert value.model_config.exclude_modules == ["score", "classifier"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"optimizer": "AdamW8bit", "optimizer_impl": "no.such"}, "trainer.optimizer_impl=no.such, .*No module named"),
-        ({"optimizer_kwargs": {"eps": -1}}, "cannot be built .ValueError: Invalid epsilon value: -1.; correct it"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_built_is_one_sentence(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_optimizer(TrainerConfig(**keys))

@@ -62,7 +62,7 @@ def same(found: dict[str, torch.Tensor]) -> bool:
 
 
 def send_weights(engine: Engine) -> None:
-    from dataflow.engines.vllm.transfer import send_weights
+    from dataflow.engines.vllm.engine import send_weights
 
     asyncio.run(asyncio.wait_for(send_weights(engine, dict(WEIGHTS)), 30))
 
@@ -173,7 +173,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 def test_each_worker_unpacks_all_from_its_own_gpu(
     workers: int, buffer: int, updates: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataflow.engines.vllm.transfer._BUFFER_BYTES", buffer)
+    monkeypatch.setattr("dataflow.engines.vllm.engine._BUFFER_BYTES", buffer)
     engine = IpcEngine(gpus, workers)
     send_weights(engine)
     assert engine.asked == ["init", "start", *["update"] * updates, "finish"]
