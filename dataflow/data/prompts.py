@@ -248,8 +248,7 @@ class PromptSource:
             fix = f"{fix}, as an image cannot be cut" if shows else f"data.truncation=left|right|middle or {fix}"
             raise DataError(
                 f"{first.label}: the prompt has {len(first.ids)} tokens, more than data.max_prompt_length={limit} (as "
-                f"have {len(long)} of {len(prompts)}, the longest {max(len(prompt.ids) for prompt in long)}); raise "
-                f"it, or set {fix}."
+                f"have {len(long)} of {len(prompts)}); raise it, or set {fix}."
             )
         for prompt in long:
             prompt.ids, prompt.cut = truncate(prompt.ids, limit, data.truncation), True

@@ -46,18 +46,13 @@ class Processor:
         _whole, _processor, inner = VISION[config.model_type]
         try:
             self._processor = load_processor(path)
+            self._template = self._processor.chat_template or self._processor.tokenizer.get_chat_template()
         # Like a tokenizer's, the parser of a broken file may raise any exception.
         except Exception as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ModelError(
-                f"model.path={path}: no processor of images can be loaded from it ({reason}); save the processor with "
-                "the model."
+                f"model.path={path}: no processor of images with a chat template can be loaded from it "
+                f"({' '.join(str(error).split())}); save the processor with the model."
             ) from error
-        self._template = self._processor.chat_template or self._processor.tokenizer.chat_template
-        if not self._template:
-            raise ModelError(
-                f"model.path={path}: its processor has no chat template; use an instruct model or add one."
-            )
         with_options(self._processor.tokenizer, options)
         # As verl does, the model's own function is called without a model: it needs only the configuration.
         model: Any = getattr(transformers, inner)

@@ -160,27 +160,6 @@ def test_a_group_leaves_its_full_engine_only_for_a_slot_that_no_other_takes() ->
     run(body())
 
 
-def test_a_sync_parts_earlier_samples_from_later_ones(both: Replicas, engines: list[Engine], model: str) -> None:
-    async def body() -> None:
-        before: list[Sample] = []
-        after: list[Sample] = []
-        first = asyncio.ensure_future(collect(both, asking([9, 2, *[9] * 6]), before))
-        await until(lambda: len(before) == 7 * N)
-        sync = asyncio.ensure_future(both.sync(weights(model), 1))
-        await asyncio.sleep(0.2)
-        assert not sync.done()
-        second = asyncio.ensure_future(collect(both, asking([9] * 8), after))
-        for engine in engines:
-            engine.go.set()
-        await asyncio.gather(first, sync, second)
-        assert both.version == 1
-        assert [sample.version for sample in before] == [0] * 8 * N
-        assert {sample.version for sample in after} == {1}
-        assert all((min(s.tokens) >= 1000) == (s.version == 1) for s in (*before, *after))
-
-    run(body())
-
-
 def test_weights_are_checked_and_shared_once_for_all(engines: list[Any], model: str) -> None:
     shared: list[Any] = []
 

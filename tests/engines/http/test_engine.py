@@ -259,24 +259,6 @@ def test_no_server_is_left(on: Any, models: list[str]) -> None:
     on(servers, test, wait=0.4)
 
 
-def test_a_sync_waits_for_samples_in_flight(on: Any, models: list[str]) -> None:
-    server = FakeServer()
-
-    async def test(engine: HttpRollout) -> None:
-        await engine.sample([3], SAMPLING, (1, 2, 3))
-        finish = server.hold()
-        drawing = asyncio.ensure_future(drawn(engine))
-        await until(lambda: server.running == 8)
-        syncing = asyncio.ensure_future(engine.sync(weights_of(models[1]), 1))
-        await asyncio.sleep(0.1)
-        assert (server.running, server.paused) == (8, False)
-        finish()
-        await syncing
-        check(await drawing, models[0], 0)
-
-    on([server], test, slots=8)
-
-
 def test_weights_that_servers_refuse(on: Any, models: list[str]) -> None:
     servers = [FakeServer(), FakeServer()]
 

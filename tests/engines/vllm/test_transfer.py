@@ -181,15 +181,3 @@ def test_each_worker_unpacks_all_from_its_own_gpu(
     room = sum(value.numel() * value.element_size() for _name, value in WEIGHTS)
     assert [len(held) for held in gpus.buffers.values()] == [min(room, max(buffer, 40))] * workers
     assert gpus.at == 0, "the thread is on the device that it was on"
-
-
-def test_handles_of_gpu_memory_reach_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM writes them between its processes, with the variable that VllmRollout sets on a GPU."""
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-    kinds = (torch.Tensor, torch.Size([8]), (1,), 0, torch.UntypedStorage, torch.uint8, 0)
-    handle = (*kinds, b"handle", 8, 0, False, b"counter", 3, b"event", True)
-    info = {"names": ["a"], "ipc_handles": {"GPU-0": handle}}
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    read = MsgpackDecoder().decode(MsgpackEncoder().encode(info))
-    assert [tuple(part) if isinstance(part, list) else part for part in read["ipc_handles"]["GPU-0"]] == list(handle)
