@@ -101,11 +101,14 @@ class _Step:
         """Notes when a group arrives, as the last of its requests begins, which is the ``number``-th."""
         self.left -= 1
         insort(self.ready, (at, number, group))
-        if not self.waiters:
-            return
-        self.missing.discard(group)
-        if not self.missing:
-            self.look()
+        wanted = self.waiters[0][1] if self.waiters else None
+        if isinstance(wanted, int):
+            if len(self.ready) >= wanted:
+                self.due = self.ready[wanted - 1][:2]
+        elif wanted is not None:
+            self.missing.discard(group)
+            if not self.missing:
+                self.look()
 
     def deliver(self) -> Delivery:
         """Takes out the groups of the first waiter."""
