@@ -184,10 +184,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     if options.keys:
-        from dataflow.config.loading.saved import class_of
+        from dataflow.config.loading.saved import load
         from dataflow.config.run import RunConfig, describe
 
-        print(describe(class_of(options.pipeline) if options.pipeline else RunConfig))
+        print(describe(load(options.pipeline, [])[0].Config if options.pipeline else RunConfig))
         return 0
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")

@@ -145,22 +145,11 @@ def load(path: str | Path, overrides: Sequence[str]) -> tuple[ModuleType, BaseCo
     Raises:
         UserError: the file or an argument is wrong, in one sentence.
     """
-    if _is_saved(path):
+    if str(path).endswith((".yaml", ".yml")):
         saved = Saved(Path(path))
         return saved.module, saved.again(overrides)
     module = load_pipeline_file(path)
     return module, parse_overrides(module.Config, overrides)
-
-
-def class_of(path: str | Path) -> type[BaseConfig]:
-    """Returns the class of the configuration that :func:`load` would return; raises as it does."""
-    found: type[BaseConfig] = (Saved(Path(path)).module if _is_saved(path) else load_pipeline_file(path)).Config
-    return found
-
-
-def _is_saved(path: str | Path) -> bool:
-    """Whether a path is that of a configuration, not of a pipeline file."""
-    return str(path).endswith((".yaml", ".yml"))
 
 
 def read_values(path: Path) -> dict[str, Any]:
