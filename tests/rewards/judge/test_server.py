@@ -14,7 +14,6 @@ import pytest
 
 from dataflow.rewards.judge.judge import Judge, JudgeError
 from dataflow.rewards.judge.server import start_judge
-from tests.rigs.addresses import OTHERS
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
@@ -41,16 +40,15 @@ def test_it_ends_on_sigterm_even_while_it_delays() -> None:
         assert process.wait(timeout=10) == 0
 
 
-@pytest.mark.parametrize("address", OTHERS)
-def test_it_listens_for_agents_on_other_machines_only_where_it_is_told(address: str) -> None:
+def test_it_listens_for_agents_on_other_machines_only_where_it_is_told() -> None:
     async def body(url: str) -> float:
         judge = Judge(url)
         result = await judge.compute_score("d", RIGHT, "7")
         await judge.close()
         return float(result["score"])
 
-    with start_judge("0", address=address) as away:
-        assert urlsplit(away.url).hostname == address
+    with start_judge("0", address="127.0.0.2") as away:
+        assert urlsplit(away.url).hostname == "127.0.0.2"
         assert asyncio.run(body(away.url)) == 1
 
 
