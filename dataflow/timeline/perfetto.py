@@ -10,6 +10,7 @@ skipped when it is read. docs/trace.md describes the format.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -130,10 +131,8 @@ class TraceWriter:
 
     def leave(self) -> None:
         """Closes the file without its end, as a kill leaves it. Idempotent."""
-        try:
+        with contextlib.suppress(OSError):  # a full disk says so again; the first error of a file is told, no other
             self._file.close()
-        except OSError as error:  # a full disk says so again; the first error of a file is told, no other
-            self._failed(error)
 
     # Spans and requests are many: formatting what is around their facts by hand saves half of the time.
 
