@@ -173,7 +173,7 @@ def delayed(rounds: int, most: int, ledger: Path | None, slower: float) -> list[
         batch = samples(case.samples)
         runs = []
         for _ in range(rounds):
-            book = Ledger(ledger, f"bench-{time.time_ns()}") if ledger else None
+            book = Ledger(f"{ledger}-{time.time_ns()}") if ledger else None
             runs.append(uvloop.run(once(scorers(delays)[case.kind], batch, case.concurrency, book)))
         bare_s = uvloop.run(bare(scorers(delays)["async"], case.concurrency, case.samples))
         rows.append({**judged(case, runs, slower), "bare_s": bare_s})

@@ -67,8 +67,6 @@ class RewardConfig(Section):
     """Journal requests and answers in the run's directory, so that nothing is paid for twice."""
     share_equal: bool = True
     """Make one call for requests in flight with the same prompt and response."""
-    cache: Text | None = None
-    """Ledger file shared with other runs, whose answers are used again."""
     manager: Text = "naive"
     """Reward manager: naive, dapo, rate_limited, remote or sandbox; with manager_path the class in that file."""
     manager_path: Text | None = None

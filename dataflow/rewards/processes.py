@@ -1,7 +1,6 @@
 """Pool: worker processes for reward functions that compute; each runs one call at a time, on one core.
 
-pebble starts and replaces the processes, and ends the one whose call is given up. Each builds the reward again, by its
-recipe, since neither its code nor its state can be pickled.
+pebble starts and replaces them, and ends the one whose call is given up. Each builds the reward again by its recipe.
 """
 
 from __future__ import annotations
@@ -66,17 +65,15 @@ class Recipe:
             ConfigError: it is not defined at the top of a module, or its arguments cannot be pickled.
         """
         found, kwargs, context = getattr(reward, MADE, (reward, {}, {}))
-        labels = [label for label in [*sys.modules] if label.startswith(LABEL)]
-        modules = [
-            module for label in (getattr(found, "__module__", ""), *labels) if (module := sys.modules.get(label))
-        ]
+        labels = [getattr(found, "__module__", ""), *(label for label in [*sys.modules] if label.startswith(LABEL))]
+        modules = [sys.modules[label] for label in labels if label in sys.modules]
         places = ((module, name) for module in modules for name, value in vars(module).items() if value is found)
-        if (place := next(places, None)) is None:
+        module, name = next(places, (None, ""))
+        if module is None:
             raise ConfigError(
                 f"reward '{name_of(found)}' cannot be built in another process; define it at the top of a file, as a "
                 "function or class."
             )
-        module, name = place
         label = module.__name__
         recipe = cls(str(module.__file__) if label.startswith(LABEL) else label, name, kwargs, context)
         try:
@@ -123,15 +120,17 @@ class Pool:
         self.workers = workers
         self.counts: Counter[str] = Counter()
         self._recipe = recipe
-        self._processes: _Processes | None = None
+        self._processes: ProcessPool | None = None
+        self._waiting: set[Future[Any]] = set()
         self._slots = asyncio.Semaphore(workers)
         self._is_ready = self._closed = False
 
-    def start(self) -> _Processes:
+    def start(self) -> ProcessPool:
         """Starts the workers unless they are started; does not wait for them."""
         if self._processes is None:
-            self._processes = _Processes(self._recipe, self.workers)
-            self._is_ready = False
+            started = ProcessPool(self.workers, initializer=_begin, initargs=(self._recipe,), context=_Context())
+            self._processes, self._is_ready = started, False
+            started.schedule(_ready)  # which starts them
         return self._processes
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
@@ -168,13 +167,15 @@ class Pool:
             raise WorkerError("the pool of reward workers was closed before this call")
         processes, when = self.start(), "during a call" if function is _call else "before it was ready"
         try:
-            answer = processes.schedule(function, *arguments)
+            answer = processes.schedule(function, arguments)
+            self._waiting.add(answer)
+            answer.add_done_callback(self._waiting.discard)
             return await asyncio.shield(asyncio.wrap_future(answer))
         except asyncio.CancelledError as error:
             if not is_cancelled(error):  # the processes were ended
                 kind = WorkerError if self._closed else WorkerDied
                 raise kind("the pool of reward workers was closed during the call") from None
-            if function is _call and answer.cancel():
+            if function is _call and answer.cancel():  # type: ignore[no-untyped-call]
                 self.counts["killed"] += 1
                 self._is_ready = False
             raise
@@ -188,42 +189,27 @@ class Pool:
         except RuntimeError:  # pebble accepts no calls any more once a worker has died that had none
             if processes is self._processes:
                 self.counts["died"] += 1
-                self._processes = None
-                await asyncio.to_thread(processes.end)
+                await asyncio.to_thread(self._ending())
             raise WorkerDied(f"a worker process ended {when}") from None
+
+    def _ending(self) -> Callable[[], None]:
+        """Leaves the processes, and returns what ends them."""
+        processes, self._processes = self._processes, None
+        waiting, self._waiting = self._waiting, set()
+
+        def end() -> None:
+            for answer in [*waiting]:  # pebble would leave them waiting
+                answer.cancel()
+            if processes is not None:
+                processes.stop()  # type: ignore[no-untyped-call]
+                processes.join()
+
+        return end
 
     def close(self) -> None:
         """Kills the workers and waits until they have ended."""
         self._closed = True
-        if self._processes is not None:
-            self._processes.end()
-
-
-class _Processes:
-    """pebble's pool of workers, and the calls that wait for them."""
-
-    def __init__(self, recipe: Recipe, workers: int) -> None:
-        self._waiting: set[Future[Any]] = set()
-        self._pool = ProcessPool(workers, initializer=_begin, initargs=(recipe,), context=_Context())
-        self.schedule(_ready)  # which starts them
-
-    def schedule(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Sends a call.
-
-        Raises:
-            RuntimeError: the workers are no longer there.
-        """
-        answer = self._pool.schedule(function, arguments)
-        self._waiting.add(answer)
-        answer.add_done_callback(self._waiting.discard)
-        return answer
-
-    def end(self) -> None:
-        """Ends the workers, and the calls that wait for them; pebble would leave these waiting."""
-        for answer in [*self._waiting]:
-            answer.cancel()
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        self._ending()()
 
 
 class _Worker(SpawnProcess):

@@ -13,8 +13,7 @@ from dataflow.config.loading.saved import CONFIG, Saved
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, counted
-from dataflow.rewards.ledger import check_file
-from dataflow.rewards.naming import MAIN, file_of
+from dataflow.rewards.naming import MAIN
 from dataflow.running.directory import check_run, check_unlocked
 from dataflow.running.preparing.preparation import settle
 from dataflow.running.reporting.progress import Progress
@@ -138,9 +137,6 @@ def _checked(
             f"name= and runs= cannot move run '{directory}'; leave them out, or copy the directory and resume the copy."
         )
     after.name, after.runs = here.name, str(here.parent)
-    if isinstance(after, RunConfig):
-        for source in sources_of(after):
-            check_file(here / file_of("rewards.sqlite", source.name))
     settle(after, progress)  # as for the run's own configuration, so that equal arguments are no change
     check_changes(before, after, directory)
     if (summary := complete(directory, after.steps)) is not None:

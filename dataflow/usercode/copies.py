@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
+
+from dataflow.errors import an
 
 _LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 """Immutable types, whose values are shared."""
-_ONCE: dict[type, str] = {
-    GeneratorType: "a generator",
-    AsyncGeneratorType: "an async generator",
-    CoroutineType: "a coroutine",
-    **{kind: f"a {kind.__name__} object" for kind in (map, filter, zip, enumerate, reversed)},
-}
 
 
 def readable_once(value: Any) -> str | None:
@@ -24,9 +19,10 @@ def readable_once(value: Any) -> str | None:
     >>> readable_once(n for n in range(3)), readable_once([0, 1, 2])
     ('a generator', None)
     """
-    if isinstance(value, CoroutineType):
+    if isinstance(value, Coroutine):
         value.close()  # else Python warns that nobody awaited it
-    return _ONCE.get(type(value))
+    once = isinstance(value, Iterator | AsyncIterator | Coroutine)
+    return an(type(value).__name__.replace("_", " ")) if once else None
 
 
 def own_copy(value: Any) -> Any:

@@ -115,7 +115,7 @@ def test_a_run_ends_with_one_sentence(tmp_path: Path, tiny_qwen: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     keys = ["engine.rollout=hf", "executor=inline", "steps=500", "data.prompts=8", "engine.n=2", "engine.max_tokens=8"]
     keys += [f"custom_reward_function.path={tmp_path / 'reward.py'}", f"model.path={tiny_qwen}", "val.every=0"]
-    keys += ["data.max_prompt_length=200", f"runs={tmp_path / 'runs'}", "name=full", "reward.cache=null"]
+    keys += ["data.max_prompt_length=200", f"runs={tmp_path / 'runs'}", "name=full"]
     command = [sys.executable, "-c", LIMITED, "150000", "run", str(ROOT / "pipelines" / "gsm8k_grpo.py"), *keys]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     # An indented line is the history of the task that failed; the last line says how to see what there is of the run.

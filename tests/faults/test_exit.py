@@ -47,7 +47,7 @@ def agent_of(kind):
     if kind == "remote":
         reward = build_manager("remote", reward, workers=2)
     retry = Retry(timeout_s=None, deadline_s=None)
-    return RewardAgent(reward, limits=Limits(8), retry=retry, ledger=Ledger(HERE + "/ledger.db", kind))
+    return RewardAgent(reward, limits=Limits(8), retry=retry, ledger=Ledger(f"{HERE}/{kind}.db"))
 
 async def main():
     agents = {kind: agent_of(kind) for kind in KINDS}

@@ -127,7 +127,7 @@ def test_a_hedge_beats_a_call_that_hangs(server: FaultServer) -> None:
 
 def test_a_judge_killed_and_restarted_in_mid_flight(mortal: FaultServer, tmp_path: Path) -> None:
     async def body() -> None:
-        ledger = Ledger(tmp_path / "ledger.db", "run")
+        ledger = Ledger(tmp_path / "ledger.db")
         agent = judged(mortal, PATIENT, limit=8, ledger=ledger)
         agent.submit(1, samples(1, range(8)))
         check(await agent.collect(1), 1, right=graded)

@@ -45,7 +45,7 @@ def test_no_error_and_no_answer_holds_it(server: FaultServer, key: str, tmp_path
         agent = RewardAgent(
             Judge(server.url, api_key_env=key),
             retry=Retry(tries=2, backoff_s=0.01, max_backoff_s=0.01),
-            ledger=Ledger(tmp_path / "ledger.db", "run"),
+            ledger=Ledger(tmp_path / "ledger.db"),
         )
         columns = {"response_text": ["#### 7"], "ground_truth": ["7"], "data_source": ["d"]}
         agent.submit(1, Batch([0], columns))
@@ -95,7 +95,7 @@ def keys(tiny_qwen: Path, tmp_path: Path, key: str) -> list[str]:
     return [
         "executor=inline", "engine.rollout=hf", "steps=1", "data.prompts=8", "engine.n=2", "engine.max_tokens=4",
         "data.max_prompt_length=200", "val.every=0", f"model.path={tiny_qwen}", f"runs={tmp_path / 'runs'}",
-        f"judge.api_key_env={key}", f"reward.cache={tmp_path / 'cache.sqlite'}",
+        f"judge.api_key_env={key}",
         "reward.backoff=0", "reward.tries=2", "reward.share_equal=false",
     ]  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_whole_runs_keep_it(
     code, err = run([*keys, *handled, f"judge.url={server.url}", "name=handled"], tmp_path, capfd)
     assert code == 0
     assert "answered 500: you sent Bearer ***" in err  # the warning of the first failure
-    ledger = b"".join(file.read_bytes() for file in tmp_path.glob("cache.sqlite*"))
+    ledger = b"".join(file.read_bytes() for file in tmp_path.glob("runs/handled/rewards.sqlite*"))
     assert b"you sent Bearer ***" in ledger  # in an answer and in a story
     assert b"Score: " in ledger
     assert b"answered 500" in ledger

@@ -29,14 +29,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.db"
 
 
-def resumed(path: Path, step: Any, *rows: tuple[int, int, bytes], run: str = "run", cache: bool = False) -> Any:
+def resumed(path: Path, step: Any, *rows: tuple[int, int, bytes]) -> Any:
     """What another process would get."""
-    with closing(Ledger(path, run, cache=cache)) as ledger:
+    with closing(Ledger(path)) as ledger:
         return ledger.submitted(step, rows)
 
 
-def one(path: Path, answer: Answer = ANSWER, step: int | str = 1, found: bytes = A, run: str = "run") -> None:
-    with closing(Ledger(path, run)) as ledger:
+def one(path: Path, answer: Answer = ANSWER, step: int | str = 1, found: bytes = A) -> None:
+    with closing(Ledger(path)) as ledger:
         assert ledger.submitted(step, [(0, 0, found)]) == {}
         ledger.answered(step, 0, 0, found, answer)
 
@@ -52,7 +52,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def test_a_resumed_run_gets_what_was_answered(path: Path) -> None:
     rows = [(group, sample, bytes([group, sample])) for group in range(3) for sample in range(2)]
-    with closing(Ledger(path, "run")) as ledger:
+    with closing(Ledger(path)) as ledger:
         assert ledger.submitted(1, rows) == {}
         ledger.answered(1, *rows[4], ANSWER)
         ledger.answered(1, *rows[1], OTHER)
@@ -62,39 +62,35 @@ def test_a_resumed_run_gets_what_was_answered(path: Path) -> None:
 
 def test_an_answer_belongs_to_one_request_and_the_first_one_stays(path: Path) -> None:
     one(path)
-    with closing(Ledger(path, "run")) as ledger:
+    with closing(Ledger(path)) as ledger:
         ledger.answered(1, 0, 0, A, OTHER)
     assert resumed(path, 1, (0, 0, A)) == {(0, 0): ANSWER}
     for step, row in ((1, (0, 0, B)), (1, (0, 1, A)), (1, (1, 0, A)), (2, (0, 0, A)), ("1", (0, 0, A))):
         assert resumed(path, step, row) == {}
-    assert resumed(path, 1, (0, 0, A), run="other") == {}
 
 
 def test_what_is_not_written_yet_is_found(path: Path) -> None:
-    with closing(Ledger(path, "run")) as ledger, closing(Ledger(path, "other", cache=True)) as cached:
+    with closing(Ledger(path)) as ledger:
         with locked(path):
             ledger.answered(1, 0, 0, A, ANSWER)
-            cached.answered(1, 0, 0, B, OTHER)
             assert ledger.submitted(1, [(0, 0, A), (0, 1, A)]) == {(0, 0): ANSWER}
             assert ledger.submitted(1, [(0, 0, B)]) == {}
-            assert cached.submitted(2, [(5, 5, B), (5, 6, A)]) == {(5, 5): OTHER}
             with pytest.raises(RunError, match=r"not written within 0\.1 s"):
                 ledger.flush(deadline_s=0.1)
         ledger.flush()
         assert ledger.submitted(1, [(0, 0, A), (0, 1, A)]) == {(0, 0): ANSWER}
 
 
-def totals_in(path: Path, run: str = "run") -> tuple[int, int, int]:
-    """Returns the run's requests, and how many have an answer and a failure."""
+def totals_in(path: Path) -> tuple[int, int, int]:
+    """Returns the number of requests, and how many have an answer and a failure."""
     with closing(sqlite3.connect(path)) as db:
-        statement = "SELECT COUNT(*), COUNT(score), COUNT(story) FROM request WHERE run = ?"
-        submitted, answered, failed = db.execute(statement, (run,)).fetchone()
+        submitted, answered, failed = db.execute("SELECT COUNT(*), COUNT(score), COUNT(story) FROM request").fetchone()
     return submitted, answered, failed
 
 
 def test_a_failure_is_no_answer(path: Path) -> None:
     story = "TimeoutError on each of 4 tries: half a reply \ud83d and \x00 of é"
-    with closing(Ledger(path, "run")) as ledger:
+    with closing(Ledger(path)) as ledger:
         ledger.submitted(1, [(0, 0, A), (0, 1, B)])
         ledger.failed(1, 0, 0, A, "reset", "time-out, 0.5 s")
         ledger.failed(1, 0, 1, B, story)
@@ -110,19 +106,6 @@ def test_a_failure_is_no_answer(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         stories = db.execute("SELECT story FROM request ORDER BY sample").fetchall()
     assert stories == [(None,), ("TimeoutError on each of 4 tries: half a reply \\ud83d and \\x00 of é",)]
-
-
-def test_the_cache_takes_the_answers_of_any_run(path: Path) -> None:
-    one(path)
-    one(path, OTHER, run="later")
-    rows = [(0, 0, B), (0, 1, A), (3, 0, A)]
-    found = resumed(path, 8, *rows, run="new", cache=True)
-    assert found == {(0, 1): ANSWER, (3, 0): ANSWER}
-    found[0, 1].extras["tokens"] = 0
-    assert found[3, 0].extras["tokens"] == 312
-    # Its own answer comes before the cache's.
-    assert resumed(path, 1, (0, 0, A), run="later", cache=True) == {(0, 0): OTHER}
-    assert resumed(path, 8, *rows, run="new") == {}
 
 
 def test_extras_come_back_as_they_were(path: Path) -> None:
@@ -146,7 +129,7 @@ def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> N
     circle: list[Any] = []
     circle.append(circle)
     odd: list[Any] = [object(), np.zeros(2), {(1,): 2}, circle, b"x", {1, 2}, 1j, np.complex64(1)]
-    with logged() as said, closing(Ledger(path, "run")) as ledger:
+    with logged() as said, closing(Ledger(path)) as ledger:
         for sample, value in enumerate(odd):
             ledger.answered(1, 0, sample, A, Answer(1.0, {"picture": value}, 0.1, 1))
         ledger.answered(1, 1, 0, A, ANSWER)
@@ -158,7 +141,7 @@ def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> N
 
 def test_close(path: Path) -> None:
     before = threading.active_count()
-    ledger = Ledger(path, "run")
+    ledger = Ledger(path)
     ledger.submitted(1, [(0, 0, A)])
     ledger.close()
     ledger.close()
@@ -175,7 +158,7 @@ def test_close(path: Path) -> None:
 
 
 def test_what_a_run_spent_counts_each_call_once(path: Path) -> None:
-    with closing(Ledger(path, "run")) as ledger:
+    with closing(Ledger(path)) as ledger:
         assert ledger.spent() == (0, 0, 0)
         ledger.submitted(1, [(0, 0, A), (0, 1, A), (1, 0, B), (2, 0, bytes(16))])
         paid = Answer(1.0, {"explanation": "seven..", "tokens": 40}, 0.5, 1)
@@ -185,23 +168,3 @@ def test_what_a_run_spent_counts_each_call_once(path: Path) -> None:
         ledger.answered(1, 2, 0, bytes(16), OTHER)  # it states no tokens
         ledger.flush()
         assert ledger.spent() == (2, 80, 14)
-    with closing(Ledger(path, "other run")) as ledger:
-        assert ledger.spent() == (0, 0, 0)
-
-
-def test_the_own_ledger_of_a_directory_that_was_renamed_or_copied_keeps_its_answers(path: Path) -> None:
-    def asked(run: str, own: bool) -> bool:
-        with closing(Ledger(path, run, own=own)) as ledger:
-            return bool(ledger.submitted(1, [(0, 0, A)]))
-
-    with closing(Ledger(path, "first", own=True)) as ledger:
-        ledger.submitted(1, [(0, 0, A)])
-        ledger.answered(1, 0, 0, A, ANSWER)
-        ledger.flush()
-        paid = ledger.spent()
-    assert not asked("guest", own=False), "a run that reuses the file's answers is another run"
-    assert asked("second", own=True)
-    assert asked("first", own=True), "renamed back"
-    assert not asked("second", own=False)
-    with closing(Ledger(path, "third", own=True)) as ledger:
-        assert ledger.spent() == paid

@@ -466,7 +466,7 @@ def test_an_answer_that_comes_as_its_step_is_cancelled_is_in_the_ledger(tmp_path
             release.wait(30)
             return 0.5
 
-        ledger = Ledger(tmp_path / "rewards.sqlite", "run")
+        ledger = Ledger(tmp_path / "rewards.sqlite")
         agent = RewardAgent(score, ledger=ledger)
         agent.submit(1, one())
         while not agent.stats()["running"]:
@@ -477,7 +477,7 @@ def test_an_answer_that_comes_as_its_step_is_cancelled_is_in_the_ledger(tmp_path
             await asyncio.sleep(0.01)
         await agent.close()
 
-        again = RewardAgent(score, ledger=Ledger(tmp_path / "rewards.sqlite", "run"))
+        again = RewardAgent(score, ledger=Ledger(tmp_path / "rewards.sqlite"))
         again.submit(1, one())
         assert (await again.collect(1))["score"].tolist() == [0.5]
         assert again.stats()["cached"] == 1

@@ -161,7 +161,7 @@ def test_why_each_try_failed_and_how_long_it_waited_is_in_trace_column_and_ledge
     retry = Retry(tries=4 if last == "scored" else 2, timeout_s=0.2, backoff_s=0)
 
     async def body() -> Any:
-        agent = agent_of(troubled, "score:0", retry=retry, ledger=Ledger(tmp_path / "ledger", "run"))
+        agent = agent_of(troubled, "score:0", retry=retry, ledger=Ledger(tmp_path / "ledger"))
         agent.submit(1, samples(1, n=1))
         rewards = await agent.collect(1)
         await agent.close()

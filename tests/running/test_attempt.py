@@ -133,7 +133,7 @@ def test_auto_begins_then_begins_again_with_what_the_ledger_holds_then_goes_on(t
         return len(rewards)
 
     def agent() -> RewardAgent:
-        return RewardAgent(score, limits=Limits(1), ledger=Ledger(str(tmp_path / "rewards.sqlite"), run="a", own=True))
+        return RewardAgent(score, limits=Limits(1), ledger=Ledger(tmp_path / "rewards.sqlite"))
 
     host = Hosted("reward", agent, concurrent=True)
     stages = [draw, reward_request.bind(agent=host), reward_collect.bind(agent=host), train]

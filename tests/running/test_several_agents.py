@@ -201,7 +201,7 @@ def test_a_wrong_key_of_an_agent_is_one_sentence(
 def test_a_resumed_run_takes_the_answers_of_each_agent_from_its_ledger(tmp_path: Path) -> None:
     def with_ledger(name: str, score: Callable[..., Any]) -> Hosted:
         def agent() -> RewardAgent:
-            return RewardAgent(score, name=name, ledger=Ledger(tmp_path / f"{name}.sqlite", "a", own=True))
+            return RewardAgent(score, name=name, ledger=Ledger(tmp_path / f"{name}.sqlite"))
 
         return Hosted(name, agent, concurrent=True)
 

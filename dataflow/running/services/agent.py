@@ -14,7 +14,7 @@ from dataflow.files import sha256_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.functions import CONTEXT, build_reward, find_reward, load_reward
-from dataflow.rewards.ledger import Ledger, check_file
+from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.managers import build_manager, check_manager, find_manager, limits_declared, scores_alone
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, keyed
 from dataflow.rewards.retry import Retry
@@ -40,7 +40,6 @@ def build_agent(
     default: Mapping[str, Any],
     options: RewardConfig | None = None,
     *,
-    run: str = "run",
     ledger: str | None = None,
     tokenizer: str | None = None,
     name: str = MAIN,
@@ -53,8 +52,7 @@ def build_agent(
         default: ``target``, a function or class as ``"package.module:name"``, and its ``kwargs``; ``scoring``, what of
             them decides the scores, if not all of them.
         options: section ``reward`` of the configuration.
-        run: the run's name, under which the ledger journals.
-        ledger: file of the run's own ledger; ``options.cache`` replaces it.
+        ledger: file of the run's ledger.
         tokenizer: path of the run's tokenizer, for managers that need one.
         name: of the agent among several of the run.
 
@@ -75,8 +73,7 @@ def build_agent(
         reward = build_reward(found, kwargs, context=_context(options))
     elif not scores_alone(options.manager, options.manager_path):
         reward = build_reward(find_reward(default["target"]), default.get("kwargs") or {}, context=_context(options))
-    # Several agents that share a ledger (reward.cache) each count what they paid for alone.
-    kept = _ledger(options, run if name == MAIN else f"{run}/{name}", ledger)
+    kept = Ledger(ledger) if ledger is not None and options.ledger else None
     if kept is not None and (count_before := getattr(reward, "count_before", None)) is not None:
         count_before(*kept.spent())  # what an earlier process of the run paid for counts against its budget
     if options.manager != "naive" or options.manager_path:
@@ -133,8 +130,6 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
     find_manager(options.manager, *manager)
     limits_of(options)
     retry_of(options)
-    if options.cache is not None:
-        check_file(Path(options.cache).expanduser().absolute())
     scorer = "custom_reward_function.path" if custom.get("path") else "reward.model" if target == SERVED else None
     if scores_alone(options.manager, options.manager_path):
         if scorer is not None:
@@ -218,12 +213,6 @@ def _model(path: Any) -> Any:
     files = sorted(file for file in directory.iterdir() if file.is_file())
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return [str(path), hashlib.sha256(json.dumps(facts).encode()).hexdigest()]
-
-
-def _ledger(options: RewardConfig, run: str, path: str | None) -> Ledger | None:
-    if options.cache is not None:
-        return Ledger(options.cache, run, cache=True)
-    return Ledger(path, run, own=True) if path is not None and options.ledger else None
 
 
 def _configured(options: RewardConfig) -> dict[str, Any]:

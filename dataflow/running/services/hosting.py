@@ -197,14 +197,13 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
             "custom": custom.model_dump(),
             "default": own,
             "options": options.model_copy(update=update) if update else options,
-            "run": config.name or "run",
             "ledger": config.run_file(file_of("rewards.sqlite", name)),
             "tokenizer": config.model.path,
         },
         concurrent=True,
         restarts=options.restarts if rebuilt else 0,
         here=True,
-        run_directory=options.ledger and options.cache is None,
+        run_directory=options.ledger,
     )
 
 

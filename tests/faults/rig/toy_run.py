@@ -84,8 +84,8 @@ async def compute_score(data_source: str, solution_str: str, ground_truth: str, 
     return float(solution_str.rpartition(" ")[2])
 
 
-def agent(ledger: str, run: str) -> RewardAgent:
-    return RewardAgent(compute_score, ledger=Ledger(ledger, run=run))
+def agent(ledger: str) -> RewardAgent:
+    return RewardAgent(compute_score, ledger=Ledger(ledger))
 
 
 @stage(writes="responses", on="gpu", role="samples")
@@ -124,7 +124,7 @@ def sync(weight: int, *, engine: Engine, task: TaskInfo) -> int:
 
 def pipeline(config: PipelineConfig) -> Pipeline:
     trainer, engine = Hosted("trainer", Model, concurrent=True), Hosted("rollout", Engine)
-    options = {"ledger": config.run_file("rewards.sqlite") or "rewards.sqlite", "run": config.name or "toy"}
+    options = {"ledger": config.run_file("rewards.sqlite") or "rewards.sqlite"}
     host = Hosted("reward", agent, options, concurrent=True)
     stages = [
         draw.bind(engine=engine),

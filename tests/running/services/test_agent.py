@@ -111,7 +111,7 @@ def test_a_run_that_starts_again_pays_for_nothing_twice(file: Path, tmp_path: Pa
     async def asked(
         texts: tuple[str, ...], options: RewardConfig | None = None, **more: Any
     ) -> tuple[list[float], int]:
-        agent = agent_of(file, options, ledger=str(tmp_path / "rewards.sqlite"), **{"run": "r", **more})
+        agent = agent_of(file, options, ledger=str(tmp_path / "rewards.sqlite"), **more)
         found = await scores(agent, *texts)
         stats = agent.stats()
         await agent.close()
@@ -120,26 +120,11 @@ def test_a_run_that_starts_again_pays_for_nothing_twice(file: Path, tmp_path: Pa
     assert run(lambda: asked(("1", "2", "3"))) == ([1, 2, 3], 3)
     assert run(lambda: asked(("1", "2", "3"))) == ([1, 2, 3], 0)
     assert run(lambda: asked(("1", "5", "3"))) == ([1, 5, 3], 1), "another response is another request"
-    assert run(lambda: asked(("1", "2", "3"), run="other")) == ([1, 2, 3], 0), "its directory was renamed"
     other = {"reward_kwargs": {"bonus": 1.0}}
     assert run(lambda: asked(("1", "2", "3"), **other)) == ([2, 3, 4], 3), "another way to score is another answer"
     assert run(lambda: asked(("1", "2"), RewardConfig(ledger=False))) == ([1, 2], 2)
     file.write_text(COUNTING + "\n# changed\n")
     assert run(lambda: asked(("1", "2", "3"))) == ([1, 2, 3], 3)
-
-
-def test_a_cache_is_shared_by_runs(file: Path, tmp_path: Path) -> None:
-    options = RewardConfig(cache=str(tmp_path / "cache.sqlite"))
-
-    async def asked(name: str, *texts: str) -> int:
-        agent = agent_of(file, options, run=name)
-        await scores(agent, *texts)
-        stats = agent.stats()
-        await agent.close()
-        return stats["scored"] - stats["cached"]
-
-    assert run(lambda: asked("a", "1", "2")) == 2
-    assert run(lambda: asked("b", "2", "1", "3")) == 1
 
 
 def test_a_frozen_agent_speaks_of_its_own_section_where_its_process_is_its_own(
