@@ -1,8 +1,7 @@
 """The failure rule: what happens to a sample that cannot be scored. The user declares it; none is implied.
 
-A new kind of rule is named here (:data:`Kind`, ``drops``, ``for_validation``, ``parse_rule``) and applied in
-:meth:`Steps.failed <dataflow.rewards.steps.Steps.failed>`; one that needs the whole group, in ``Steps._finish``, before
-post-processing. The rest is text: ``reward.on_failure`` in config/reward.py and docs/rewards.md.
+A kind of rule is named here and applied in :meth:`Steps.failed <dataflow.rewards.steps.Steps.failed>`; one that needs
+the whole group, in ``Steps._finish``, before post-processing.
 """
 
 from __future__ import annotations
@@ -94,11 +93,9 @@ class FailedShare:
         if not 0 <= most <= 1:
             raise ConfigError(f"reward.max_failed_share={most}; give a number from 0 to 1.")
         self._most = most
-        self._submitted = 0
-        self._latest = _LATEST
-        self._ends: deque[bool] = deque()
-        self._failed = 0
-        self._message = ""
+        self._submitted, self._latest = 0, _LATEST
+        self._ends: deque[bool] = deque()  # whether each of the latest failed
+        self._failed, self._message = 0, ""
 
     def submitted(self, rows: int, of_step: int) -> None:
         """Counts ``rows`` submitted requests, whose step has ``of_step`` requests now."""
@@ -107,10 +104,9 @@ class FailedShare:
 
     def ended(self, failure: str = "") -> None:
         """Counts an ended request; ``failure`` is its message if it failed."""
-        failed = bool(failure)
         self._message = failure or self._message
-        self._ends.append(failed)
-        self._failed += failed
+        self._ends.append(bool(failure))
+        self._failed += bool(failure)
         if len(self._ends) > self._latest:
             self._failed -= self._ends.popleft()
 

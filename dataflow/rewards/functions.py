@@ -22,9 +22,6 @@ CONTEXT = {ROUTER: "reward.router_address", "reward_model_tokenizer": "reward.mo
 MADE = "_dataflow_made"
 """Attribute of a built reward that holds the arguments of :func:`build_reward`."""
 
-_SYNC_METHODS = ("retry_on", "endpoint", "tokens", "usage")
-"""Methods that the agent calls on its event loop, so they may not be async."""
-
 
 def load_reward(
     path: str,
@@ -52,10 +49,10 @@ def load_reward(
     if isinstance(found, type):
         if not callable(getattr(found, "compute_score", None)):
             raise ConfigError(f"{where}: class '{name}' has no method compute_score.")
-        _check(what, _signature(found), (), given, context)
-        _check(f"{where}: '{name}.compute_score'", _signature(scorer_of(found)), FIELDS, {}, context)
+        _check(what, found, (), given, context)
+        _check(f"{where}: '{name}.compute_score'", scorer_of(found), FIELDS, {}, context)
     elif callable(score := scorer_of(found)):
-        _check(what, _signature(score), FIELDS, given, context)
+        _check(what, score, FIELDS, given, context)
     else:
         raise ConfigError(f"{where}: '{name}' is {an(type(found).__name__)}; give a function or a class.")
     return found
@@ -95,13 +92,13 @@ def build_reward(
     if isinstance(found, type):
         options = {}
         try:
-            reward = found(**_from_context(what, _signature(found), given, known, named=True), **own_options(given))
+            reward = found(**_from_context(what, found, given, known, named=True), **own_options(given))
         except BaseException as error:
             if isinstance(error, ConfigError) or is_interrupt(error):
                 raise
             raise ConfigError(f"reward class '{found.__name__}' cannot be built: {describe(error)}.") from error
     score = scorer_of(reward)
-    options = {**_from_context(what, _signature(score), options, known), **options}
+    options = {**_from_context(what, score, options, known), **options}
     if options:
         call = wrapped(score, lambda fields: {**own_options(options), **fields})
         reward = call if score is reward else RewardAdapter(reward, call)
@@ -126,32 +123,17 @@ def scorer_of(reward: Any) -> Any:
 
 
 def check_methods(reward: Any) -> None:
-    """Checks the optional methods of a reward object.
-
-    Raises:
-        ConfigError: an attribute with the name of such a method is not callable, or is async where it must not be.
-    """
-    what = f"reward '{name_of(reward)}'"
-    if all(callable(getattr(reward, name, None)) for name in ("compute_group", "post_process_scores")):
-        raise ConfigError(f"{what} has both compute_group and post_process_scores; give one, which may do both.")
-    for name in ("compute_group", "post_process_scores", "log", *_SYNC_METHODS):
-        found = getattr(reward, name, None)
-        if found is not None and not callable(found):
-            kind = type(found).__name__
-            raise ConfigError(f"{what}: its '{name}' is {an(kind)}, where the agent expects a method; rename it.")
-        if name in _SYNC_METHODS and found is not None and is_async(found):
+    """Raises ConfigError for an async method that the agent calls without awaiting: a coroutine would be its answer."""
+    for name in ("retry_on", "tokens", "usage"):
+        if is_async(getattr(reward, name, None)):
             raise ConfigError(
-                f"{what}: its '{name}' is async, but the agent calls it without awaiting; write it as a plain def."
+                f"reward '{name_of(reward)}': its '{name}' is async, but the agent calls it without awaiting; write it "
+                "as a plain def."
             )
 
 
 class RewardAdapter:
-    """A reward object that scores with another callable and forwards all other public attributes.
-
-    Args:
-        reward: the wrapped function or object.
-        score: becomes ``compute_score``.
-    """
+    """A reward object that scores with another callable and forwards all other public attributes."""
 
     compute_score: Callable[..., Any]
 
@@ -178,18 +160,18 @@ def wrapped(
         after: makes the final result of its result and the agent's keywords; None returns its own.
     """
 
-    async def finished(awaitable: Any, fields: Mapping[str, Any]) -> Any:
-        result = await awaitable
+    def finished(result: Any, fields: Mapping[str, Any]) -> Any:
         return result if after is None else after(result, fields)
 
+    async def awaited(awaitable: Any, fields: Mapping[str, Any]) -> Any:
+        return finished(await awaitable, fields)
+
     async def call_async(**fields: Any) -> Any:
-        return await finished(score(**before(fields)), fields)
+        return finished(await score(**before(fields)), fields)
 
     def call(**fields: Any) -> Any:
         result = score(**before(fields))
-        if inspect.isawaitable(result):
-            return finished(result, fields)
-        return result if after is None else after(result, fields)
+        return awaited(result, fields) if inspect.isawaitable(result) else finished(result, fields)
 
     call_async.__name__ = call.__name__ = name_of(score)
     return call_async if is_async(score) else call
@@ -208,17 +190,10 @@ def _takes_all(signature: inspect.Signature) -> bool:
 
 
 def _check(
-    what: str,
-    signature: inspect.Signature,
-    fields: Sequence[str],
-    given: Mapping[str, Any],
-    context: Mapping[str, Any] | None,
+    what: str, function: Any, fields: Sequence[str], given: Mapping[str, Any], context: Mapping[str, Any] | None
 ) -> None:
-    """Checks that a callable accepts ``fields``, ``given`` and, unless it is None, the values of ``context``.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raises ConfigError unless a callable accepts ``fields``, ``given`` and the values of ``context``."""
+    signature = _signature(function)
     assumed = [name for name in CONTEXT if name in signature.parameters]
     try:
         signature.bind(**{**dict.fromkeys([*fields, *assumed]), **given})
@@ -226,18 +201,18 @@ def _check(
         called = ", ".join([*fields, *given]) or "nothing"
         raise ConfigError(f"{what} cannot be called with {called} ({error}).") from error
     if context is not None:
-        _from_context(what, signature, given, context)
+        _from_context(what, function, given, context)
 
 
 def _from_context(
-    what: str, signature: inspect.Signature, given: Mapping[str, Any], context: Mapping[str, Any], named: bool = False
+    what: str, function: Any, given: Mapping[str, Any], context: Mapping[str, Any], named: bool = False
 ) -> dict[str, Any]:
     """Returns the context's values that a callable names or, unless ``named``, accepts in ``**kwargs``.
 
     Raises:
         ConfigError: it requires a value that is not configured.
     """
-    taken = {}
+    signature, taken = _signature(function), {}
     for name, key in CONTEXT.items():
         parameter, value = signature.parameters.get(name), context.get(name)
         if name in given:

@@ -134,9 +134,10 @@ class RateLimited(Manager):
     ) -> None:
         super().__init__(reward)
         self.limits = {"concurrency": max_concurrent, "rpm": max_rpm, "tpm": max_tpm, "timeout_s": timeout}
-        options = ("max_concurrent", "max_rpm", "max_tpm", "timeout", "estimated_tokens_per_request")
-        for option, value in zip(options, (*self.limits.values(), estimated_tokens_per_request), strict=True):
+        for name, value in (*self.limits.items(), ("estimated_tokens_per_request", estimated_tokens_per_request)):
             if value is not None and not value > 0:
+                names = {"concurrency": "max_concurrent", "rpm": "max_rpm", "tpm": "max_tpm", "timeout_s": "timeout"}
+                option = names.get(name, name)
                 raise ConfigError(f"reward manager 'rate_limited': {option}={value}; give a number above 0.")
         self._estimate = getattr(reward, "tokens", None) if estimated_tokens_per_request is None else None
         self._tokens = estimated_tokens_per_request or 2000

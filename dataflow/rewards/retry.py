@@ -90,47 +90,45 @@ class Hedge:
 
     Args:
         after: see :func:`parse_hedge`.
+
+    Attributes:
+        after_s: seconds; None while no call is hedged.
     """
 
     def __init__(self, after: str | float | None) -> None:
-        self._kind, self._number = parse_hedge(after)
+        self._percentile, self.after_s = parse_hedge(after)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._seen = 0
-        self.after_s = self._number if self._kind == "s" else None
-        """Seconds; None while no call is hedged."""
 
     def answered(self, seconds: float) -> None:
         """Adds the latency of a successful call, in seconds."""
-        if self._kind != "p":
+        if self._percentile is None:
             return
         self._recent.append(seconds)
         self._seen += 1
         if self._seen >= _ENOUGH and (self.after_s is None or self._seen % _EVERY == 0):
-            self.after_s = float(np.percentile(self._recent, self._number))
+            self.after_s = float(np.percentile(self._recent, self._percentile))
 
 
-def parse_hedge(text: str | float | None) -> tuple[str, float]:
-    """Parses ``hedge_after``: seconds, or a percentile of the latencies so far.
-
-    Returns:
-        ``("s", seconds)``, ``("p", percentile)`` or ``("", 0)`` for never.
+def parse_hedge(text: str | float | None) -> tuple[float | None, float | None]:
+    """Parses ``hedge_after``; returns a percentile of the latencies so far, and seconds: one of them, or None twice.
 
     Raises:
         ConfigError: it is neither.
 
     >>> parse_hedge("p95"), parse_hedge(2), parse_hedge(None)
-    (('p', 95.0), ('s', 2.0), ('', 0.0))
+    ((95.0, None), (None, 2.0), (None, None))
     """
     if text is None:
-        return "", 0.0
+        return None, None
     percentile = isinstance(text, str) and text.startswith("p")
     try:
         number = float(str(text)[1:] if percentile else text)
     except ValueError:
         number = -1.0
-    if not (0 < number < 100 if percentile else 0 < number < float("inf")):
+    if not 0 < number < (100 if percentile else math.inf):
         raise ConfigError(f"reward.hedge_after={text}; give a percentile such as p95, or seconds above 0.")
-    return ("p" if percentile else "s"), number
+    return (number, None) if percentile else (None, number)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -200,21 +198,11 @@ def _retry_after_s(error: BaseException) -> float:
         return seconds(own)
     for place in (error, getattr(error, "response", None)):
         headers: Any = getattr(place, "headers", None)
-        if hasattr(headers, "get") and (wait_s := read_retry_after(headers)):
-            return wait_s
+        if hasattr(headers, "get"):
+            text, date = (headers.get(name) or headers.get(name.lower()) or "" for name in ("Retry-After", "Date"))
+            if wait_s := wait_asked(str(text), str(date)):
+                return wait_s
     return 0.0
-
-
-def read_retry_after(headers: Mapping[str, Any]) -> float:
-    """Returns the seconds of a Retry-After header, a number or a date; 0 if there is none that can be read.
-
-    A date counts from the header ``Date`` of the same reply, so that a wrong local clock does no harm.
-
-    >>> read_retry_after({"Retry-After": "1.5"})
-    1.5
-    """
-    text = str(headers.get("Retry-After") or headers.get("retry-after") or "")
-    return wait_asked(text, str(headers.get("Date") or headers.get("date") or ""))
 
 
 def brief(error: BaseException) -> str:

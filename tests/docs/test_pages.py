@@ -19,8 +19,8 @@ from dataflow.config.keys.overrides import fields, refusal
 from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.planning.config import PlanConfig
 from dataflow.rewards.sandbox import local
+from dataflow.rewards.sandbox.cases import Status
 from dataflow.rewards.sandbox.manager import Sandbox
-from dataflow.rewards.sandbox.outcome import Status
 from dataflow.running.preparing import preparation
 from dataflow.running.resume import MAY_CHANGE, MODEL_MAY_CHANGE
 from dataflow.running.saving.checkpoints import CheckpointStore

@@ -65,7 +65,7 @@ def test_questions_to_the_ledger_have_answers(tmp_path: Path) -> None:
         return float(solution_str), "3 + 4?", f"it says {solution_str}"
 
     path = tmp_path / "rewards.sqlite"
-    agent = RewardAgent(judged, ledger=Ledger(path, "run"), on_failure="drop_sample", max_failed_share=1)
+    agent = RewardAgent(judged, ledger=Ledger(path), on_failure="drop_sample", max_failed_share=1)
     run(lambda: rewards(agent, batch([["bad", "0"], ["0.25", "1"]])))
     questions = "".join(code for _page, code, _said in blocks("sql")).split(";")[:-1]
     with contextlib.closing(sqlite3.connect(path)) as db:

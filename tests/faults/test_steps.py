@@ -1,53 +1,18 @@
-"""Several steps at once, with parts of any size: none mixed, none lost.
-
-In the published agent ``get(750)`` mixes two steps, a mini-batch that is no multiple of the group loses rewards, and
-rewards land on the wrong token.
-"""
+"""Rewards, from the agent to the advantages: in the published agent they land on the wrong token."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import pytest
 
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
-from dataflow.errors import DataflowError
 from dataflow.reward_agent import Limits, RewardAgent
-from tests.faults.rig.samples import check, run, samples, score_of
+from tests.faults.rig.samples import run, samples, score_of
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
-
-
-@pytest.mark.parametrize("order", ["arrival", "index"])
-def test_steps_in_flight_are_collected_out_of_order_and_never_mixed_or_torn(order: Any) -> None:
-    async def body() -> None:
-        dice = random.Random(3)
-
-        async def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
-            await asyncio.sleep(dice.choice([0.0, 0.0, 0.002, 0.01]))
-            return float(ground_truth)
-
-        agent = RewardAgent(score, limits=Limits(16))
-        steps: list[int | str] = [1, 2, 3, "val:2"]
-        for step in steps:
-            agent.submit(step, samples(step, range(24), 5))  # the same group ids in each
-        collects = [(step, k) for step in steps for k in (10, 7, 7)]
-        dice.shuffle(collects)
-        parts = await asyncio.gather(*(agent.collect(step, k, order) for step, k in collects))
-        got: dict[Any, list[int]] = {}
-        for (step, k), part in zip(collects, parts, strict=True):
-            assert len(part.ids) == k
-            check(part, step, 5)
-            got.setdefault(step, []).extend(part.ids)
-        assert {step: sorted(groups) for step, groups in got.items()} == {step: list(range(24)) for step in steps}
-        with pytest.raises(DataflowError, match="step 1 has been collected in full"):
-            await agent.collect(1, 1)
-        await agent.close()
-
-    run(body())
 
 
 def test_a_reward_stands_on_the_last_token_of_its_own_response() -> None:

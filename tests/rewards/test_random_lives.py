@@ -123,7 +123,7 @@ async def live(seed: int, rule: str, share_equal: bool, ledger: Path) -> None:
             retry=RETRY,
             on_failure=rule,
             max_failed_share=1,
-            ledger=Ledger(ledger, "run"),
+            ledger=Ledger(ledger),
             share_equal=share_equal,
         )
         asked = [step for step in steps if step.wanted > 0]

@@ -7,7 +7,6 @@ import email.utils
 import http.client
 import math
 import random
-import time
 import urllib.error
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,6 @@ from dataflow.rewards.retry import (
     is_timeout,
     is_transient,
     parse_hedge,
-    read_retry_after,
     retry_after_s,
     status_of,
 )
@@ -176,11 +174,7 @@ def test_an_error_may_say_so_itself(own: bool) -> None:
      ("Fri, 31 Dec 9999 23:59:59 GMT", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
 )  # fmt: skip
 def test_retry_after_as_servers_write_it(text: str, seconds: float) -> None:
-    assert read_retry_after({"Retry-After": text}) == seconds
-
-
-def test_retry_after_as_a_date() -> None:
-    assert 58 <= read_retry_after({"Retry-After": email.utils.formatdate(time.time() + 60, usegmt=True)}) <= 60
+    assert retry_after_s(of_aiohttp(429, **{"Retry-After": text})) == seconds
 
 
 def test_an_errors_own_wait_comes_before_the_headers() -> None:
@@ -218,7 +212,7 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_hedge_comes_after_a_percentile_or_seconds() -> None:
-    read = {None: ("", 0.0), "p95": ("p", 95.0), "p99.9": ("p", 99.9), "8": ("s", 8.0), 0.25: ("s", 0.25)}
+    read = {None: (None, None), "p95": (95.0, None), "p99.9": (99.9, None), "8": (None, 8.0), 0.25: (None, 0.25)}
     assert {text: parse_hedge(text) for text in read} == read
     for text in ("", "p", "p0", "p100", "95p", "0", "-3", "3s", math.nan):
         with pytest.raises(ConfigError, match="give a percentile such as p95, or seconds above 0"):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.rewards.retry import read_retry_after
 from dataflow.system import clock
+from dataflow.system.http import wait_asked
 
 DAY = 86_400.0
 JUMPS = pytest.mark.parametrize("jump_s", [-DAY, None], ids=["backwards", "to and fro"])
@@ -50,8 +50,8 @@ def test_a_date_in_retry_after_counts_from_the_servers_clock(jump: Callable[[], 
     at = time.time()
     date, later = email.utils.formatdate(at, usegmt=True), email.utils.formatdate(at + 60, usegmt=True)
     jump()
-    assert read_retry_after({"Retry-After": later, "Date": date}) == 60
-    assert read_retry_after({"Retry-After": date, "Date": later}) == 0
+    assert wait_asked(later, date) == 60
+    assert wait_asked(date, later) == 0
 
 
 STAMPS = {"system/clock.py", "rewards/ledger.py", "system/http.py", "rewards/judge/server.py"}

@@ -1,4 +1,4 @@
-"""Test cases of a program, in verl's forms, and the program in a response."""
+"""Test cases of a program, in verl's forms, the program in a response, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from dataflow.errors import DataError, an
-from dataflow.rewards.sandbox.outcome import Outcome
+from dataflow.errors import DataError, RewardFailed, an
 from dataflow.system.http import short
+from dataflow.system.secrets import redact
+
+Status = Literal["finished", "runtime_error", "timeout", "compile_error", "memory_limit", "output_limit"]
+STDERR = 2000
+"""Characters of a program's messages that are kept, the last ones."""
 
 _PYTHON = ("python", "python_gpu")
 """Languages whose programs a statement or a call can be added to."""
@@ -51,6 +55,28 @@ _DEFINES = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass
 )  # fmt: skip
 """Statements that pass with every program."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a program; whatever its status, the sandbox has worked. It is ``finished`` if the exit code was 0."""
+
+    status: Status
+    stdout: str = ""
+    stderr: str = ""
+
+
+class SandboxError(RewardFailed):
+    """The sandbox, not the program, failed; says nothing about the program."""
+
+    retry = True
+    retry_after: float | None = None
+    status: int | None = None
+    fix = "see the log of the sandbox service, or lower manager_kwargs.max_concurrent"
+
+    def __init__(self, message: str, **attributes: Any) -> None:
+        super().__init__(redact(message))
+        vars(self).update(attributes)
 
 
 class BadCases(DataError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from loguru import logger
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.sandbox.outcome import STDERR, Outcome, SandboxError, Status
+from dataflow.rewards.sandbox.cases import STDERR, Outcome, SandboxError, Status
 from dataflow.system.http import short
 
 WALL = 3

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.sandbox.cases import BadCases, Case, cases_of, code_of
+from dataflow.errors import ConfigError
+from dataflow.rewards.sandbox.cases import Case, Outcome, cases_of, code_of
 from dataflow.rewards.sandbox.local import WALL, LocalSandbox
-from dataflow.rewards.sandbox.outcome import Outcome
 from dataflow.rewards.sandbox.remote import RemoteSandbox
 
-SCORES = ("share", "all")
 _EXPLAINED = 500  # characters
 _LARGEST = 1 << 24  # of a number among the options
 
@@ -49,19 +47,13 @@ class Sandbox:
         language: str = "python",
     ) -> None:
         what = "reward manager 'sandbox'"
-        for option, value, kind in (
-            ("max_concurrent", max_concurrent, int | None),
-            ("memory_limit_mb", memory_limit_mb, int),
-            ("timeout", timeout, int | float),
-            ("max_cases", max_cases, int | None),
-        ):
-            fits = isinstance(value, kind) and not isinstance(value, bool)
-            if not fits or (value is not None and not 1 <= value <= _LARGEST):
-                number = "number" if option == "timeout" else "whole number"
+        numbers = {"max_concurrent": max_concurrent, "memory_limit_mb": memory_limit_mb, "max_cases": max_cases}
+        for option, value in {**numbers, "timeout": timeout}.items():
+            kind, number = (int, "whole number") if option in numbers else ((int, float), "number")
+            if value is not None and not (isinstance(value, kind) and 1 <= value <= _LARGEST):
                 raise ConfigError(f"{what}: {option}={value!r}; give a {number} from 1 to {_LARGEST:,}.")
-        if score not in SCORES:
-            hint = nearest(str(score), SCORES) or f"; give {' or '.join(SCORES)}."
-            raise ConfigError(f"{what}: score '{score}' is unknown{hint}")
+        if score not in ("share", "all"):
+            raise ConfigError(f"{what}: score '{score}' is unknown; give share or all.")
         if url is None and (language != "python" or sys.platform != "linux"):
             raise ConfigError(
                 f"{what}: language={language} on {sys.platform}; without a service only python is run, and only on "
@@ -93,11 +85,7 @@ class Sandbox:
             BadCases: the ground truth holds no test cases.
         """
         code = code_of(solution_str)
-        try:
-            cases = cases_of(code or "", ground_truth, self._most, self._language)
-        except BadCases as error:
-            index = (extra_info or {}).get("index")
-            raise error if index is None else BadCases(f"{error} (of the row with extra_info.index={index})") from None
+        cases = cases_of(code or "", ground_truth, self._most, self._language)
         if code is None:
             return {"score": 0.0, "passed": 0, "cases": len(cases), "status": "no_code", "explanation": ""}
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.sandbox.outcome import STDERR, Outcome, SandboxError, Status
+from dataflow.rewards.sandbox.cases import STDERR, Outcome, SandboxError, Status
 from dataflow.system.address import is_address
 from dataflow.system.http import may_pass, reason, short, wait_asked
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataflow.rewards.sandbox.cases import BadCases, Case, cases_of, code_of
-from dataflow.rewards.sandbox.outcome import Outcome
+from dataflow.rewards.sandbox.cases import BadCases, Case, Outcome, cases_of, code_of
 
 # Each starts programs.
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]

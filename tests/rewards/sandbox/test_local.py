@@ -18,8 +18,8 @@ import pytest
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.sandbox import local
+from dataflow.rewards.sandbox.cases import Outcome, SandboxError
 from dataflow.rewards.sandbox.local import LocalSandbox, isolation
-from dataflow.rewards.sandbox.outcome import Outcome, SandboxError
 from tests.rigs.processes import environment, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

@@ -143,7 +143,7 @@ def test_an_agent_scores_with_it_and_a_failing_service_fails_the_request() -> No
     [
         ({"timeout": 0}, "timeout=0; give a number from 1 to 16,777,216"),
         ({"max_concurrent": 2.5}, "max_concurrent=2.5; give a whole number from 1 to"),
-        ({"score": "al"}, "score 'al' is unknown; did you mean 'all'"),
+        ({"score": "al"}, "score 'al' is unknown; give share or all"),
         ({"language": "cpp"}, "language=cpp on linux; without a service only python is run"),
         ({"url": "nowhere"}, "url=nowhere is not an address"),
     ],

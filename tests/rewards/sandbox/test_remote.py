@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from dataflow.rewards.retry import is_transient, retry_after_s
-from dataflow.rewards.sandbox.outcome import Outcome, SandboxError
+from dataflow.rewards.sandbox.cases import Outcome, SandboxError
 from dataflow.rewards.sandbox.remote import RemoteSandbox, outcome_of
 from tests.rewards.sandbox.service import serving
 
