@@ -142,7 +142,7 @@ def ends(process: subprocess.Popen[str], mark: str) -> tuple[int, str, str]:
 def check_ledgers(tmp_path: Path) -> None:
     """What was answered is on disk."""
     for kind in KINDS:
-        assert totals_in(tmp_path / "ledger.db", kind)[:2] == (8, 2), kind
+        assert totals_in(tmp_path / f"{kind}.db")[:2] == (8, 2), kind
 
 
 def test_it_ends_while_requests_are_in_flight(tmp_path: Path) -> None:

@@ -61,8 +61,9 @@ class Judge:
         **rubric: Any,
     ) -> None:
         self._address = address_of(url)
+        login = without_login(url)[1]  # which is a secret from here on
         key = key_of(api_key_env, "judge.api_key_env")
-        if key and without_login(url)[1]:
+        if key and login:
             raise ConfigError("judge.api_key_env is given, and judge.url also holds a password; give one of the two.")
         self.client = Client(key)
         self._rubric = Rubric(**rubric)
