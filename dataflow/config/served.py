@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
@@ -107,13 +106,6 @@ class ServedModelConfig(Section):
         # The run's own servers have other ports each time; of one that runs elsewhere nothing else is known.
         at = None if self.path else sorted(self.url or ())
         return {"name": name, "url": at, **self.model_dump(include=keys)}
-
-    def server_options(self) -> dict[str, Any]:
-        """Returns the keyword arguments of :func:`~dataflow.rewards.models.server.serve_command` about the model."""
-        keys = {"kind", "dtype", "tensor_parallel", "gpu_memory", "max_num_seqs", "max_model_len", "engine_kwargs"}
-        paths = {key: None if value is None else str(Path(value).expanduser().absolute())
-                 for key, value in (("path", self.path), ("template", self.template))}  # fmt: skip
-        return {**self.model_dump(include=keys), **paths, "sleeps": self.placement == "colocated"}
 
     @model_validator(mode="after")
     def _one_place(self) -> ServedModelConfig:

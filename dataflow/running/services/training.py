@@ -44,11 +44,8 @@ def check_training(options: TrainedConfig, model: str | Path | None) -> None:
     Raises:
         ConfigError: see there.
     """
-    lora, key = options.lora, f"{options.section}.lora"
-    if lora.rank is None:
-        return
-    if model is not None and os.path.isdir(model):
-        _check_names(lora, key, Path(model))
+    if options.lora.rank is not None and model is not None and os.path.isdir(model):
+        _check_names(options.lora, f"{options.section}.lora", Path(model))
 
 
 def check_reader(config: Any, path: str, key: str) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from dataflow.config.served import ServedModelConfig
 from dataflow.errors import RunError
-from dataflow.rewards.models.server import Sleeper, serve_command, server_environment
+from dataflow.rewards.models.server import Sleeper, server_environment
+from dataflow.running.services.served_models import serve_command
 from dataflow.system.serving import Child, Port, reason_in
 from tests.rigs.processes import left
 from tests.rigs.stand_in_server import COMMAND
@@ -24,7 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 def test_the_command_of_a_judge_that_shares_its_gpus() -> None:
     more: dict[str, Any] = {"tensor_parallel": 2, "gpu_memory": 0.3, "engine_kwargs": {"seed": 1, "dtype": "float16"}}
-    words = " ".join(serve_command("j", path="/m", kind="chat", device="cuda", sleeps=True, **more))
+    model = ServedModelConfig(path="/m", kind="chat", placement="colocated", **more)
+    words = " ".join(serve_command("j", model, "cuda"))
     assert "--runner" not in words
     for part in ("--dtype float16 ", "--tensor-parallel-size 2 ", "--gpu-memory-utilization 0.3 ", "--seed 1"):
         assert part in words

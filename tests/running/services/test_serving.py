@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_models, "serve_command", lambda name, **_options: COMMAND)
+    monkeypatch.setattr(served_models, "serve_command", lambda *_model: COMMAND)
 
 
 def config(*keys: str) -> RunConfig:
@@ -113,7 +113,7 @@ def test_the_run_goes_on_with_the_servers_that_are_left_and_ends_without_any(tmp
 
 
 def test_a_server_that_does_not_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_models, "serve_command", lambda name, **_options: [*COMMAND, "--fails", "no such type"])
+    monkeypatch.setattr(served_models, "serve_command", lambda *_model: [*COMMAND, "--fails", "no such type"])
 
     async def body() -> None:
         with pytest.raises(RunError, match=r"^reward model 'rm': server 0 did not start \(ValueError: no such type\)"):
