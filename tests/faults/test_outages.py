@@ -33,7 +33,7 @@ def mortal() -> Iterator[FaultServer]:
 
 def judged(server: FaultServer, retry: Retry, rule: str = "fail", limit: int = 16, **options: Any) -> RewardAgent:
     more = {"limits": Limits(limit), "max_failed_share": 1.0, **options}
-    return RewardAgent(Judge(server.url, timeout=None), retry=retry, on_failure=rule, **more)
+    return RewardAgent(Judge(server.url), retry=retry, on_failure=rule, **more)
 
 
 def ended_well(agent: RewardAgent) -> None:
@@ -44,12 +44,12 @@ def ended_well(agent: RewardAgent) -> None:
 
 # The mode of the server, the error, its fix, and whether another try may help.
 REPLIES = [
-    ("none", "has 0 lines 'Score: <number>', not one", "replies with one line 'Score: <0..1>'", False),
-    ("half_json", "sent broken JSON", "see that the judge at judge.url is up", True),
-    ("reset", "", "see that the judge at judge.url is up and can be reached", True),
-    ("status:400", "answered 400: misbehaves on command", "correct what the server objects to", False),
-    ("status:429:0", "answered 429: misbehaves on command", "lower reward.rpm or reward.concurrency", True),
-    ("status:500", "answered 500: misbehaves on command", "see the log of the server at judge.url", True),
+    ("none", "has 0 lines 'Score: <number>', not one", "with one line 'Score: <0..1>'", False),
+    ("half_json", "sent broken JSON", "see that the server replies", True),
+    ("reset", "", "see that the server is up and can be reached", True),
+    ("status:400", "answered 400: misbehaves on command", "correct what it objects to", False),
+    ("status:429:0", "answered 429: misbehaves on command", "lower reward.concurrency or reward.rpm", True),
+    ("status:500", "answered 500: misbehaves on command", "see the server's log", True),
 ]
 
 
