@@ -59,11 +59,7 @@ def load_reward(
 
 
 def find_reward(target: str) -> Any:
-    """Returns the object that ``"package.module:name"`` names.
-
-    Raises:
-        ConfigError: the module or the name does not exist.
-    """
+    """Returns the object that ``"package.module:name"`` names; ConfigError if there is none."""
     module, _, name = target.partition(":")
     return pick(load_file(INSTALLED + module, f"reward '{target}'"), name, f"reward '{target}'")
 
@@ -154,10 +150,7 @@ def wrapped(
 ) -> Callable[..., Any]:
     """Returns a function around ``score`` that is async if ``score`` is.
 
-    Args:
-        score: the reward's callable.
-        before: makes its keywords of the agent's.
-        after: makes the final result of its result and the agent's keywords; None returns its own.
+    ``before`` makes its keywords of the agent's, ``after`` the final result of its result and the agent's keywords.
     """
 
     def finished(result: Any, fields: Mapping[str, Any]) -> Any:
@@ -207,11 +200,7 @@ def _check(
 def _from_context(
     what: str, function: Any, given: Mapping[str, Any], context: Mapping[str, Any], named: bool = False
 ) -> dict[str, Any]:
-    """Returns the context's values that a callable names or, unless ``named``, accepts in ``**kwargs``.
-
-    Raises:
-        ConfigError: it requires a value that is not configured.
-    """
+    """Returns the context's values that a callable names or, unless ``named``, accepts in ``**kwargs``."""
     signature, taken = _signature(function), {}
     for name, key in CONTEXT.items():
         parameter, value = signature.parameters.get(name), context.get(name)

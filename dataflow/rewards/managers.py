@@ -67,10 +67,6 @@ class Manager(RewardAdapter):
         return result
 
 
-class Naive(Manager):
-    """The reward as it is."""
-
-
 class Dapo(Manager):
     """Subtracts DAPO's soft penalty for overlong responses from the score, which becomes the column ``acc``.
 
@@ -201,7 +197,7 @@ class Remote(Manager):
 
 
 MANAGERS: dict[str, type] = {
-    "naive": Naive, "dapo": Dapo, "rate_limited": RateLimited, "remote": Remote, "sandbox": Sandbox,
+    "naive": Manager, "dapo": Dapo, "rate_limited": RateLimited, "remote": Remote, "sandbox": Sandbox,
 }  # fmt: skip
 
 
@@ -231,11 +227,7 @@ def build_manager(
 
 
 def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
-    """Returns a manager's class. Cheap enough to be called before a run starts, as a check.
-
-    Raises:
-        ConfigError: the name is unknown, or an option is unknown or missing.
-    """
+    """Returns a manager's class; ConfigError if the name or an option is unknown, or an option is missing."""
     what = f"reward manager '{name}'"
     if path is not None:
         where = f"{what}: path={path}"
@@ -257,14 +249,7 @@ def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] 
 
 
 def check_manager(name: str, found: Any, path: str | None = None, **options: Any) -> Mapping[str, Any]:
-    """Checks, without starting anything, that a manager can be built; a user's own class is not.
-
-    Returns:
-        The limits that the manager declares; {} of one that declares none, and of a user's own.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Builds a manager as a check, but for a user's own class and worker processes; returns the limits it declares."""
     kind, options = find_manager(name, path, options), own_options(options)
     if path is not None:
         return {}
@@ -347,14 +332,7 @@ class VerlManager(Manager):
 
 
 def row_of(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> DataProto:
-    """Returns a sample as verl's DataProto of one row; the tokens are ``extra_info["response_ids"]``.
-
-    Returns:
-        ``responses`` and ``attention_mask`` are int64 ``[1, length]``; see :class:`VerlManager` for the rest.
-
-    Raises:
-        TokensUnknown: there are none.
-    """
+    """Returns a sample as verl's DataProto of one row, ``responses`` and ``attention_mask`` int64 ``[1, length]``."""
     import numpy as np
     import torch
     from verl import DataProto

@@ -47,10 +47,7 @@ class WorkerDied(RewardFailed):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a reward in another process: where it is defined, and the arguments of ``build_reward``.
-
-    ``module`` is the path of a file, or a dotted name.
-    """
+    """How to build a reward in another process; ``module`` is the path of a file, or a dotted name."""
 
     module: str
     name: str
@@ -85,11 +82,7 @@ class Recipe:
         return recipe
 
     def build(self) -> Any:
-        """Returns the reward.
-
-        Raises:
-            ConfigError: the reward cannot be loaded or built in this process.
-        """
+        """Returns the reward; ConfigError if it cannot be loaded or built in this process."""
         if os.path.isabs(self.module):
             found = load_reward(self.module, self.name, self.kwargs)
         else:

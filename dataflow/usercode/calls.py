@@ -173,11 +173,7 @@ class _Threads:
         self._count = self._idle = 0
 
     def start(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> asyncio.Future[Any]:
-        """Calls a function in an idle or a new thread.
-
-        Raises:
-            NoThread: none is idle and none can be started.
-        """
+        """Calls a function in an idle or a new thread; NoThread if none can be started."""
         loop = asyncio.get_running_loop()
         if self._idle:
             self._idle -= 1

@@ -70,11 +70,7 @@ def load_file(path: str, where: str) -> ModuleType:
 
 
 def pick(module: ModuleType, name: str, where: str) -> Any:
-    """Returns the object of a given name in a loaded file.
-
-    Raises:
-        ConfigError: the file does not define the name.
-    """
+    """Returns the object of a given name in a loaded file; ConfigError if there is none."""
     found = getattr(module, name, None)
     if found is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

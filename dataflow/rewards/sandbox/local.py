@@ -64,11 +64,7 @@ class LocalSandbox:
         self.isolation = isolation(self._limits)
 
     async def run(self, source: str, stdin: str) -> Outcome:
-        """Runs a program; cancelling this coroutine ends it.
-
-        Raises:
-            SandboxError: the program could not be started.
-        """
+        """Runs a program; cancelling this coroutine ends it. SandboxError if it could not be started."""
         try:
             place = tempfile.mkdtemp(prefix="sandbox-")
             try:
@@ -124,11 +120,7 @@ class LocalSandbox:
 
 @cache
 def isolation(limits: tuple[str, ...]) -> str:
-    """Returns the best way to run programs on this machine, and logs what it does not isolate.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the best way to run programs on this machine, and logs what it does not isolate."""
     problems = []
     for name, isolated in _ISOLATED.items():
         with tempfile.TemporaryDirectory(prefix="sandbox-") as place:

@@ -47,11 +47,7 @@ class RemoteSandbox:
         self._session: aiohttp.ClientSession | None = None
 
     async def run(self, source: str, stdin: str) -> Outcome:
-        """Runs a program.
-
-        Raises:
-            SandboxError: the service fails, or cannot be reached.
-        """
+        """Runs a program; SandboxError if the service fails or cannot be reached."""
         import aiohttp
 
         if self._session is None:  # made here: it belongs to the running event loop
@@ -83,11 +79,7 @@ class RemoteSandbox:
 
 
 def outcome_of(reply: Any, url: str) -> Outcome:
-    """Reads the reply of a service.
-
-    Raises:
-        SandboxError: it is an error of the service, or lacks what an outcome has.
-    """
+    """Reads the reply of a service; SandboxError if it is an error of the service, or lacks what an outcome has."""
     reply = reply if isinstance(reply, Mapping) else {"message": reply}
     whole, compiled, ran = (reply.get(name) for name in ("status", "compile_result", "run_result"))
     ended = "finished" if compiled is None else _ended(compiled)
