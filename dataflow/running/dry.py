@@ -13,7 +13,7 @@ from dataflow.config.base import BaseConfig
 from dataflow.errors import UserError
 from dataflow.models.directory import here_only
 from dataflow.running.preparing.check import Check, Finding, collect
-from dataflow.running.preparing.preparation import Preparation, check_packages
+from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import Complete, began
 from dataflow.system.secrets import redact
@@ -56,7 +56,6 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
     if len(given) == len(arguments):
         what = ", ".join(given) if len(given) <= 3 else f"{len(given)} keys are given"
         yield Finding("configuration", "ok", what or "as in the file, no key given")
-    yield from collect([Check("packages", partial(check_packages, config))])
     try:
         make = partial(Preparation, patience_s=PATIENCE_S)
         prepared = began(module, config, given, Progress(quiet=True), make)

@@ -154,6 +154,7 @@ class Preparation:
         """Returns the checks that a start makes, in its order; they need no service and write nothing."""
         config = self.config
         general = [
+            Check("packages", partial(check_packages, config)),
             Check("tracking", self._check_tracking),
             Check("directory", self._check_directory),
             Check("pipeline", self._build),
