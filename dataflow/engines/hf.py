@@ -106,6 +106,8 @@ class HfRollout(Rollout):
         except Exception as error:
             for row in rows:
                 loop.call_soon_threadsafe(_settle, row.ended, error)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # of the KV cache, for a trainer on the same GPU
 
     def _decode(self, rows: Sequence[_Row], sampling: Sampling) -> Iterator[tuple[_Row, Sample]]:
         """Yields each row with its sample, as it ends; rows of the same prompt must be adjacent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +51,16 @@ def size_of(path: str | Path) -> Size:
         ModelError: the configuration cannot be read.
         NotChecked: transformers cannot build it, or it is no decoder of the usual form.
     """
+    return _built(str(path), repr(read_json(Path(path), "config.json")))
+
+
+@functools.lru_cache(maxsize=8)
+def _built(path: str, _config: str) -> Size:
     import torch
     from transformers import AutoConfig
 
     from dataflow.engines.pretrained import auto_class
 
-    read_json(Path(path), "config.json")
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
