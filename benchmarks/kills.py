@@ -42,7 +42,7 @@ SMALL = (*SIZES, "trainer.mini_batches=2", "judge.latency=uniform:0.1:0.5", "jud
 # Lines that a run prints during normal operation and recovery.
 PROGRESS = re.compile(
     r"(step \d+/|starting workers|evaluating|training|making the tiny model|writing the model|stopped after"
-    r"|'?\w.* died .*restart \d|Ray was not up after)"
+    r"|'?\w.* died .*restart \d)"
 )
 # Ray's own words about the death of its processes, which no public setting turns off.
 RAYS = re.compile(r"(\x1b\[\d+m)?\(raylet\)|\[\d{4}-\d\d-\d\d [\d:,]+ E ")

@@ -79,7 +79,6 @@ FIRST = (
     "verl/test_state.py",
     "executors/test_gpus.py",
     "executors/test_parts.py",
-    "system/test_clock.py",
     "vllm/test_engine.py",
     # The longest of `make test-fast`.
     "system/test_supervisor.py",

@@ -62,11 +62,7 @@ def _joined(call: StageCall, name: str, values: Sequence[Any]) -> Any:
 
 
 def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
-    """Returns one value per field that the stage writes.
-
-    Raises:
-        DataflowError: the function returned another number of values, or one that can be read only once.
-    """
+    """Returns one value per field that the stage writes."""
     if len(stage.writes) == 1:
         result = (result,)
     elif stage.writes and (not isinstance(result, tuple) or len(result) != len(stage.writes)):
@@ -88,9 +84,6 @@ def check_rows(stage: Stage, call: StageCall, fields: Sequence[Any], results: Se
     """Checks that the results of a stage match its inputs group by group and row by row.
 
     A stage that keeps its groups may return a row per row, one per group, or several per prompt.
-
-    Raises:
-        DataflowError: a field has other groups than the stage was given, or fewer or more rows.
     """
     layout = zip(call.layout, fields, strict=True)
     inputs = [value for (*_, as_it_is), value in layout if isinstance(value, Batch) and not as_it_is]
@@ -206,11 +199,7 @@ async def _in_thread(thread: Executor, function: Callable[[], Any]) -> Any:
 
 
 def _chunk(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], at: float) -> Chunk:
-    """Returns the event of a chunk that a task emits.
-
-    Raises:
-        DataflowError: the task has no chunk of that number, or a value is not a Batch.
-    """
+    """Returns the event of a chunk that a task emits."""
     if len(values) != len(stage.writes) or not all(isinstance(value, Batch) for value in values):
         raise DataflowError(
             f"stage '{stage.name}' streams: task.emit takes the number of the chunk, then a Batch for each of "
@@ -229,11 +218,7 @@ def _chunk(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], a
 
 
 def _report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, end: float) -> Report:
-    """Returns the report of a finished call.
-
-    Raises:
-        DataflowError: the stage forms parts but returned no Batch, or Batches of different groups.
-    """
+    """Returns the report of a finished call."""
     batches = {name: value for name, value in zip(stage.writes, results, strict=True) if isinstance(value, Batch)}
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}  # pickle equal ids once
     written = {name: shared.setdefault(value.ids, value.ids) for name, value in batches.items()}
@@ -253,11 +238,7 @@ def _report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, 
 
 
 def method_of(service: Any, name: str) -> Callable[..., Any]:
-    """Returns a method of a service.
-
-    Raises:
-        NotOffered: there is none of this name.
-    """
+    """Returns a method of a service, or raises NotOffered."""
     found = getattr(service, name, None)
     if not callable(found):
         raise NotOffered(f"service {type(service).__name__} has no method '{name}'.")

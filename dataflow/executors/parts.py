@@ -63,11 +63,7 @@ class Parts:
         self._steps.pop(step, None)
 
     def emitted(self, task: Task, number: int, groups: Sequence[int] | None) -> None:
-        """Checks and records the groups of a chunk that a running task emitted.
-
-        Raises:
-            DataflowError: the chunk is empty, came before, or holds groups of another chunk or of no input.
-        """
+        """Checks and records the groups of a chunk that a running task emitted."""
         step, name = task.id.step, task.stage.name
         chunks = self._steps[step].chunks[name]
         if number in chunks:
@@ -98,10 +94,6 @@ class Parts:
             task: the task.
             groups: that it named, if it forms parts.
             written: the groups of each field it wrote, where that is a Batch.
-
-        Raises:
-            DataflowError: it forms parts, and they are not disjoint, known, complete and of the right size; or it
-                streamed, and its chunks are not what it returned.
         """
         written = written or {}
         if task.emits > 1:

@@ -32,12 +32,7 @@ class End:
 
 
 def groups_by_index(task: Task, groups: int) -> tuple[int, ...]:
-    """Returns the groups of a collecting task's part, of a step whose groups are taken in the order of their ids.
-
-    Args:
-        task: the task.
-        groups: number of groups in a step.
-    """
+    """Returns the groups of a collecting task's part, of a step whose ``groups`` groups are taken in order of id."""
     each = task.take or groups
     return tuple(range(task.id.part * each, (task.id.part + 1) * each))
 

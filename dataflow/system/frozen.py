@@ -35,10 +35,7 @@ def frozen_exit(after_s: float | None, what: str, key: str, fix: str) -> FrozenE
 class FrozenExit:
     """Ends this process, with exit code 1, when its event loop has not run for ``after_s`` seconds.
 
-    Args:
-        after_s: see above.
-        why: a sentence.
-        path: of the file that the executor reads: ``why``, then the stacks if the process has frozen.
+    The executor reads the file at ``path``: ``why``, then the stacks if the process has frozen.
     """
 
     def __init__(self, after_s: float, why: str, path: str) -> None:

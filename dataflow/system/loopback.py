@@ -28,9 +28,6 @@ def stay_on(address: str) -> None:
 
     Without a choice gloo takes the interface of the machine's name, which is loopback on many systems: ranks on other
     machines then cannot connect; or, of ranks on one machine, one that listens to the network.
-
-    Args:
-        address: of this machine, by which the other ranks reach it.
     """
     import psutil
 

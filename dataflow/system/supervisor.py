@@ -71,15 +71,7 @@ def can_supervise() -> bool:
 
 
 def supervise(work: Callable[[], int], finish: Summarise) -> int:
-    """Runs ``work`` in a child process under a supervisor.
-
-    Args:
-        work: returns an exit code.
-        finish: completes the summary; see :data:`Summarise`.
-
-    Returns:
-        The exit code, in both processes.
-    """
+    """Runs ``work``, which returns an exit code, in a child process; returns that code in both processes."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     receives, sends = os.pipe()
@@ -130,12 +122,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class _Supervisor:
-    """Waits for a run's process and its descendants.
-
-    Args:
-        child: its process id.
-        channel: file descriptor of its reports; see :func:`report`.
-    """
+    """Waits for a run's process and its descendants; ``channel`` is the file descriptor of its reports."""
 
     def __init__(self, child: int, channel: int) -> None:
         import asyncio

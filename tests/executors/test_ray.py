@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
+from dataflow.system.frozen import DEATH_REASON
 from dataflow.timeline.spans import Trace
 from tests.rigs.logs import logged
 from tests.rigs.processes import left
@@ -185,7 +187,7 @@ def test_a_killed_rank_fails_its_task_and_nothing_hangs(executor):
 
 
 class Mortal:
-    """Kills the second rank during a call, in its first life only."""
+    """Ends the second rank during a call as if it had frozen, in its first life only."""
 
     def __init__(self, journal: str) -> None:
         self.journal = journal
@@ -196,6 +198,7 @@ class Mortal:
         with open(self.journal) as f:
             first_life = len(f.readlines()) == 2
         if first_life and os.environ["RANK"] == "1":
+            Path(os.environ[DEATH_REASON]).write_text("its function blocked it.\nTimeout (0:00:02)!\n")
             os.kill(os.getpid(), signal.SIGKILL)
         if first_life:
             time.sleep(300)
@@ -207,10 +210,13 @@ def work(prompts, *, service):
     assert service.work() == 7
 
 
-def test_all_ranks_of_a_service_are_rebuilt(executor, tmp_path):
+def test_all_ranks_of_a_service_are_rebuilt_and_a_freeze_is_told(executor, tmp_path):
     journal = tmp_path / "journal"
     service = Hosted("service", Mortal, {"journal": str(journal)}, ranks=2, restarts=1)
-    runner = run(executor, [work.bind(service=service)])
+    with logged() as said:
+        runner = run(executor, [work.bind(service=service)])
+    assert any(line.startswith("'service' froze; its threads were at:\nTimeout") for line in said)
+    assert any(line.startswith("'service' died (its function blocked it): restart 1 of 1") for line in said)
     assert [span.args.get("restarted") for span in runner.trace.spans] == [1]
     pids = [int(line) for line in journal.read_text().split()]
     assert len(set(pids)) == 4

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import email.utils
 import errno
 import os
 import socket
 
 import pytest
 
-from dataflow.system.http import message_in, reason
+from dataflow.system.http import message_in, reason, wait_asked
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,9 @@ def test_why_a_connection_failed_is_a_few_words(error: OSError, words: str) -> N
 )
 def test_the_message_of_an_error(text: str, said: str) -> None:
     assert message_in(text) == said
+
+
+def test_a_date_in_retry_after_counts_from_the_servers_clock() -> None:
+    date, later = (email.utils.formatdate(at, usegmt=True) for at in (1e9, 1e9 + 60))
+    assert wait_asked(later, date) == 60
+    assert wait_asked(date, later) == 0

@@ -69,18 +69,9 @@ def test_configurations() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("held", "what"),
-    [(None, "is not set"), ("two words-of-9", "holds a space")],
-)
-def test_a_variable_that_holds_no_key(monkeypatch: pytest.MonkeyPatch, held: str | None, what: str) -> None:
-    if held is not None:
-        monkeypatch.setenv("JUDGE_API_KEY", held)
-    with pytest.raises(ConfigError) as error:
+def test_a_variable_that_holds_no_key() -> None:
+    with pytest.raises(ConfigError, match="the environment variable JUDGE_API_KEY is not set"):
         key_of("JUDGE_API_KEY", "judge.api_key_env")
-    message = str(error.value)
-    assert message.startswith(f"judge.api_key_env: the environment variable JUDGE_API_KEY {what}")
-    assert redact(message) == message
 
 
 def test_a_key_is_masked_whatever_its_variable_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,24 +22,20 @@ from dataflow.system.supervisor import report
 
 
 class Actors:
-    """The actors of one service, in order of rank.
+    """The actors of one service, in order of rank; none until they are placed.
 
     Args:
         spec: the service.
         threads: OMP threads in each process.
         cluster: that the run has joined; None if the run has started its own Ray, on this machine.
         apart: whether its processes know nothing of each other, as the replicas of an engine.
-
-    Attributes:
-        handles: of the actors; empty until they are placed.
-        freezes: how often user code has frozen a process.
     """
 
     def __init__(self, spec: Hosted, threads: int, cluster: Cluster | None = None, apart: bool = False) -> None:
         self._spec, self._threads, self._cluster, self._apart = spec, threads, cluster, apart
         self._labels: Labels | None = None
         if cluster is not None:
-            own = {NODE_ID: cluster.here} if spec.here and cluster.here is not None else {}
+            own = {NODE_ID: cluster.here} if spec.here else {}
             self._labels = cluster.labels.get(spec.name, own)
         self.handles: list[Any] = []
         self._reserved: Places | None = None
@@ -50,11 +46,7 @@ class Actors:
             report(temporary=path)
 
     async def place(self) -> None:
-        """Starts the actors and waits until they are up, with their GPUs, on nodes that see the run's directory.
-
-        Raises:
-            ConfigError: a node does not see it.
-        """
+        """Starts the actors and waits until they are up, with their GPUs, on nodes that see the run's directory."""
         import ray
 
         spec = self._spec
@@ -125,11 +117,7 @@ class Actors:
         }
 
     def death_reason(self) -> str:
-        """Returns, once, why user code froze a process (:mod:`dataflow.system.frozen`), and logs its stacks.
-
-        Returns:
-            A sentence; "" if none froze on this machine.
-        """
+        """Returns, once, why user code froze a process of this machine, and logs its stacks; "" if none froze."""
         for place, path in zip(self._places, self._reasons, strict=False):
             if self._is_here(place):
                 with suppress(FileNotFoundError):

@@ -37,15 +37,7 @@ _JOIN_S = 60.0
 
 
 def start_ray(num_cpus: int) -> None:
-    """Starts a Ray on this machine and connects this process to it; ``ray.shutdown`` ends it.
-
-    Args:
-        num_cpus: CPUs that it has.
-
-    Raises:
-        ConfigError: Ray was imported before, and would listen on every network interface.
-        RunError: it does not start.
-    """
+    """Starts a Ray on this machine and connects this process to it; ``ray.shutdown`` ends it."""
     ray_stays_on_loopback()
     # One token for all runs of a process, as Ray reads it once; other users cannot read this process's environment.
     os.environ.pop("RAY_AUTH_MODE", None)  # a new Ray requires a token unless this says otherwise
@@ -76,16 +68,9 @@ def start_ray(num_cpus: int) -> None:
 
 
 def join_ray(address: str) -> None:
-    """Connects this process to a cluster; ``ray.shutdown`` disconnects it.
-
-    Args:
-        address: ``auto``, ``host:port`` or ``ray://host:port``.
-
-    Raises:
-        ConfigError: no cluster answers there, or it refuses this process.
-    """
+    """Connects this process to the cluster at ``auto`` or ``host:port``."""
     try:
-        place = urlsplit(address if "//" in address else f"//{address}")
+        place = urlsplit(f"//{address}")
         if place.port is not None:  # Ray itself retries for minutes
             socket.create_connection((place.hostname or "", place.port), timeout=5.0).close()
         _init(address, _JOIN_S)

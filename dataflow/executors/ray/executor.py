@@ -68,12 +68,7 @@ class RayExecutor:
         self._cluster: Cluster | None = None
 
     async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
-        """Starts or joins Ray and builds the services concurrently.
-
-        Raises:
-            ConfigError: the cluster cannot be reached.
-            RunError: a service cannot be built.
-        """
+        """Starts or joins Ray and builds the services concurrently."""
         if not self._hosts:
             self._connect()
             self._on_up("Ray")
@@ -122,15 +117,10 @@ class RayExecutor:
         """Returns what the services have to know of a cluster with, perhaps, several nodes."""
         import ray
 
-        here = None if ray.util.client.ray.is_connected() else ray.get_runtime_context().get_node_id()
-        return Cluster(here, self._nodes, self._directory)
+        return Cluster(ray.get_runtime_context().get_node_id(), self._nodes, self._directory)
 
     def _check_gpus(self, specs: Iterable[Hosted]) -> None:
-        """Checks that a local Ray has the GPUs that the run needs; it would wait for them forever.
-
-        Raises:
-            ConfigError: it has too few.
-        """
+        """Checks that a local Ray has the GPUs that the run needs; it would wait for them forever."""
         import ray
 
         wanted = sum(spec.gpus * spec.ranks * spec.devices for spec in specs)
@@ -145,13 +135,8 @@ class RayExecutor:
             self._on_up(spec.name)
 
     def _group(self, spec: Hosted) -> WorkerGroup:
-        workers = WorkerGroup(
-            spec,
-            self.threads,
-            self._deadline_s or BUILD_DEADLINE_S,
-            self._events.put_nowait,
-            self._cluster,
-        )
+        deadline_s = self._deadline_s or BUILD_DEADLINE_S
+        workers = WorkerGroup(spec, self.threads, deadline_s, self._events.put_nowait, self._cluster)
         self._hosts[spec.name] = workers
         return workers
 

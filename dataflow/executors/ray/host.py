@@ -76,13 +76,7 @@ class Host:
 
     @answering
     async def build(self, blob: bytes, environment: Mapping[str, str], *gpus: str) -> None:
-        """Builds the service.
-
-        Args:
-            blob: the pickled service and its stages.
-            environment: variables to set before.
-            gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
-        """
+        """Builds the pickled service with its stages, on these GPUs, or those that Ray assigned if none is given."""
         redact_logs()
         logger.add(
             lambda message: KEPT.append((message.record["level"].name, redact(str(message.record["message"])))),
@@ -117,9 +111,8 @@ class Host:
     async def stream(self, call: StageCall, *values: Any) -> AsyncIterator[Any]:
         """Runs a stage function that streams.
 
-        Yields:
-            For each chunk the :class:`Chunk` without its values, and at the end of the call its report; after either a
-            value per field, each an object of its own to Ray.
+        Yields each :class:`Chunk` without its values, and at the end the report; after either a value per field, each
+        an object of its own to Ray.
         """
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()

@@ -25,24 +25,20 @@ class Cluster:
     """A cluster that the run has joined.
 
     Attributes:
-        here: id of the node of the process that starts services; None for a remote client, which is on none.
+        here: id of the node of the process that starts services.
         labels: that the nodes of a service must have, by service; a value may be a selector of Ray's, as ``in(a,b)``.
         directory: of the run; None if it has none.
     """
 
-    here: str | None = None
+    here: str
     labels: Mapping[str, Labels] = field(default_factory=dict)
     directory: str | None = None
 
 
 def lacking(labels: Labels, number: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what the nodes of a cluster lack for the processes of a service, as a clause; "" if nothing is known.
+    """Returns what nodes (rows of ``ray.nodes()``) lack for a number of processes with these resources, as a clause.
 
-    Args:
-        labels: that a node must have.
-        number: of its processes.
-        bundle: resources of each.
-        nodes: rows of ``ray.nodes()``; what other processes use of them is not considered.
+    "" if nothing is known: what other processes use of them is not considered.
     """
 
     def selected(selector: str, value: str | None) -> bool:
@@ -70,8 +66,10 @@ class Places:
     the last: an actor gets a share of one GPU at most. So for each share an actor that does nothing else, a slot,
     holds it, all on one node; the process itself requests no GPU and uses those of its slots.
 
+    Processes with GPUs are put on few nodes, others on many.
+
     Args:
-        number: of processes; those with GPUs are put on few nodes, others on many.
+        number: of processes.
         share: of each GPU of a process, at most 1; or a whole number of GPUs.
         devices: number of such shares of each process.
         labels: that a node must have; None leaves the nodes to Ray, as on a cluster of one.
@@ -80,9 +78,6 @@ class Places:
         bundle: resources of a process.
         options: of the actor of each process, for Ray.
         seen: of each process, refs to the ids of the GPUs to pass to :func:`see` in it; none if Ray sets them itself.
-
-    Raises:
-        ConfigError: ``share`` is over 1 and not a whole number.
     """
 
     def __init__(self, number: int, share: float, devices: int = 1, labels: Labels | None = None) -> None:
@@ -139,14 +134,7 @@ class _Slot:
 
 
 def see(gpus: Sequence[str]) -> None:
-    """Makes these GPUs visible to this process; call it before the first use of CUDA.
-
-    Args:
-        gpus: ids for CUDA_VISIBLE_DEVICES; empty to leave it as it is.
-
-    Raises:
-        ConfigError: an id stands twice, as Ray placed two shares on one GPU.
-    """
+    """Makes these GPUs visible to this process, before the first use of CUDA; none leaves all as it is."""
     if len(set(gpus)) < len(gpus):
         raise ConfigError(
             f"Ray gave one process {len(gpus)} shares of GPUs {', '.join(gpus)}, but each must be of another GPU; "
@@ -165,11 +153,7 @@ def visible_gpus() -> list[str]:
 
 
 def check_count(wanted: float, there: float) -> str:
-    """Checks that a machine has the GPUs that a run needs, for which Ray would wait; returns how many it has.
-
-    Raises:
-        ConfigError: it has too few.
-    """
+    """Checks that a machine has the GPUs that a run needs, for which Ray would wait; returns how many it has."""
     if wanted <= there:
         return f"{math.ceil(wanted)} of {there:g}"
     found = f"only {there:g}" if there else "none"

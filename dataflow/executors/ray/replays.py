@@ -36,11 +36,7 @@ class _Step:
 
 
 class Replays:
-    """The submissions that one service still holds.
-
-    Args:
-        host: name of the service.
-    """
+    """The submissions that the service of this name still holds."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -64,16 +60,7 @@ class Replays:
                 self._takers.setdefault(stage.name, set()).update(takers)
 
     def ended(self, submission: Submission | None, task: Task, groups: Sequence[int] | None) -> None:
-        """Records the end of a task.
-
-        Args:
-            submission: of the task, if its stage replays.
-            task: that ended.
-            groups: that it returned, if it collects.
-
-        Raises:
-            DataflowError: its stage replays, but submits no groups and writes no state.
-        """
+        """Records the end of a task: its submission, if its stage replays, and the groups that it collected."""
         step, stage = task.id.step, task.id.stage
         if submission is not None and stage in self._states:
             self._newest[stage] = submission

@@ -30,22 +30,7 @@ _FREEZES = 3  # of a service that end the run: a call that froze it is made agai
 
 
 class WorkerGroup:
-    """The tasks of one service.
-
-    Args:
-        spec: the service.
-        threads: OMP threads in each process.
-        deadline_s: seconds that building the service may take.
-        on_chunk: called with each chunk that a running task emits.
-        cluster: that the run has joined; None for a Ray of its own.
-
-    Attributes:
-        actors: of the service, one per rank.
-        stages: that run in them.
-        built: whether the service has been built, perhaps more than once.
-        deaths: of the service so far.
-        replays: tasks to submit again after a restart.
-    """
+    """The tasks of one service; building it, once or again, may take ``deadline_s``."""
 
     def __init__(
         self,
@@ -72,19 +57,11 @@ class WorkerGroup:
             self.replays.learn(pipeline)
 
     async def place(self) -> None:
-        """Starts the actors, so that they get their GPUs before other services.
-
-        Raises:
-            RunError: they are not up in time.
-        """
+        """Starts the actors, so that they get their GPUs before other services."""
         await self._in_time(self.actors.place())
 
     async def open(self, stages: Mapping[str, Stage]) -> None:
-        """Builds the service with these stages, or adds them to those that it has.
-
-        Raises:
-            RunError: it is not up in time, or its factory raised.
-        """
+        """Builds the service with these stages, or adds them to those that it has."""
         self.stages |= stages
         if self.built:
             blob = dumps(dict(stages))
@@ -123,18 +100,7 @@ class WorkerGroup:
     # --- tasks --------------------------------------------------------------------------------------------
 
     async def run(self, task: Task, call: StageCall, values: Sequence[Any], now: float) -> Done:
-        """Runs a task to its end, across restarts of the service.
-
-        Args:
-            task: the task.
-            call: of its stage function.
-            values: handles of its fields.
-            now: when it was started, in seconds of :func:`dataflow.system.clock.now`.
-
-        Raises:
-            RunError: the service died more often than it may, or could not be rebuilt; or the task streams, but the
-                service runs one call at a time.
-        """
+        """Runs a task, started at ``now``, to its end, across restarts of the service."""
         if task.emits > 1 and not self.spec.concurrent:
             raise RunError(
                 f"stage '{task.stage.name}' streams, but '{self.spec.name}' runs one call at a time; "
@@ -197,12 +163,7 @@ class WorkerGroup:
     # --- deaths -------------------------------------------------------------------------------------------
 
     async def _until_answered(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, int]:
-        """Makes a call, and again after each restart of the service; returns its answer, and the number of restarts.
-
-        Raises:
-            ServiceLost: the service died and may not be rebuilt.
-            Exception: that the call raised, or rebuilding the service.
-        """
+        """Makes a call, and again after each restart of the service; returns its answer, and the number of restarts."""
         deaths = 0
         while True:
             await self._up()
