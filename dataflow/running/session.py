@@ -112,8 +112,7 @@ class Session:
                     with self._services():
                         self._train(point)
                 # Once more, with the total time, now that everything has ended.
-                facts = {} if self._served is None else self._served.facts()
-                record.write_summary(total_s=record.total_s(self.progress.elapsed_s), **facts)
+                record.write_summary(total_s=record.total_s(self.progress.elapsed_s))
             except BaseException as error:
                 if isinstance(error, UserError) and not self._resumes and not (self.directory / TRACE).exists():
                     shutil.rmtree(self.directory)  # the run could not start (no cluster at that address)

@@ -257,15 +257,6 @@ class ServedModels:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def facts(self) -> dict[str, Any]:
-        """Returns what the summary says about the models that the run serves."""
-        found = {
-            name: {"servers": model.replicas, "restarts": self._restarted[name]}
-            for name, model in self._models.items()
-            if model.url is None
-        }
-        return {"reward_models": found} if found else {}
-
     async def open(self, executor: Executor) -> None:
         """Waits until all servers answer, starts the routers, and restarts from now on what dies.
 

@@ -50,15 +50,3 @@ def test_it_listens_for_agents_on_other_machines_only_where_it_is_told() -> None
     with start_judge("0", address="127.0.0.2") as away:
         assert urlsplit(away.url).hostname == "127.0.0.2"
         assert asyncio.run(body(away.url)) == 1
-
-
-@pytest.mark.heavy
-def test_it_takes_a_thousand_connections_at_once() -> None:
-    async def body(url: str) -> None:
-        judge = Judge(url)
-        results = await asyncio.gather(*(judge.compute_score("d", RIGHT, "7") for _ in range(1000)))
-        assert [result["score"] for result in results] == [1] * 1000
-        await judge.close()
-
-    with start_judge("0.5") as running:
-        asyncio.run(body(running.url))

@@ -75,17 +75,15 @@ def test_two_servers_behind_a_router_lose_no_request_when_both_die(tmp_path: Pat
     found, lost = config("reward.models.rm.replicas=2"), list[RunError]()
 
     async def body() -> None:
-        async with serving(found, tmp_path, lost) as served:
+        async with serving(found, tmp_path, lost):
             expected = [float(at + 1) for at in range(40)]
             assert await scored(found, 40) == expected
             for each in stand_ins():
                 each.kill()
             assert await scored(found, 40) == expected
-            assert served.facts() == {"reward_models": {"rm": {"servers": 2, "restarts": 2}}}
             for each in stand_ins("vllm_router") or stand_ins("vllm::router"):
                 each.kill()
             assert await scored(found, 40) == expected
-            assert served.facts()["reward_models"]["rm"]["restarts"] == 3
 
     run(body())
     assert lost == []
@@ -127,7 +125,7 @@ def test_servers_elsewhere_get_a_router_and_one_of_them_none(tmp_path: Path) -> 
     one = RunConfig.model_validate({"reward": {"models": {"rm": {"url": "http://h:1"}}}})
     with ServedModels(one, tmp_path, print) as served:
         assert one.reward.models["rm"].client_options("rm")["url"] == "http://h:1"
-        assert (served.hosts, served.facts()) == ({}, {})
+        assert served.hosts == {}
     two = RunConfig.model_validate({"reward": {"models": {"rm": {"url": ["http://h:1", "http://i:1"]}}}})
     with ServedModels(two, tmp_path, print):
         assert str(two.reward.models["rm"].base).startswith("http://127.0.0.1:")
