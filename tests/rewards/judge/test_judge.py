@@ -191,11 +191,3 @@ def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
         Judge(**{"url": "http://h", **options})
     assert message in str(error.value)
     assert not any(secret in str(error.value) for secret in ("sk-abc-123", "key=abc", "me:pass"))
-
-
-@pytest.mark.parametrize("key", ["sk-abc\ndef12345", "Bearer sk-abcdef12345"])
-def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setenv("TEST_JUDGE_KEY", f"{key}\n")
-    with pytest.raises(ConfigError, match=r"judge.api_key_env: .* TEST_JUDGE_KEY .*; give the key alone") as error:
-        Judge("http://h", api_key_env="TEST_JUDGE_KEY")
-    assert "12345" not in str(error.value)
