@@ -33,6 +33,8 @@ def test_a_broken_connection_between_ranks_is_a_death() -> None:
     for error in (RuntimeError(GLOO), DistBackendError("NCCL error in: remote process exited")):
         assert died(of_a_task(error))
         assert isinstance(cause(of_a_task(error)), ServiceLost)
+    failed = DistBackendError("NCCL error in: c10d, unhandled cuda error\nLast error:\nFailed to CUDA calloc 24 bytes")
+    assert str(cause(of_a_task(failed))).endswith("unhandled cuda error Last error: Failed to CUDA calloc 24 bytes")
     own = RuntimeError("CUDA out of memory")
     assert not died(of_a_task(own))
     assert cause(of_a_task(own)) is own

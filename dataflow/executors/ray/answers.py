@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataflowError, RunError, ServiceLost
-from dataflow.usercode.failures import is_cancelled, named, pickled_error, shortened, trace_of
+from dataflow.usercode.failures import is_cancelled, message_of, named, pickled_error, shortened, trace_of
 from dataflow.usercode.pickling import dumps
 
 DIED = "the process that ran it died (killed, or out of memory)"
@@ -90,7 +90,8 @@ def cause(error: BaseException) -> BaseException:
         return ServiceLost(GONE)
     if isinstance(inner, BaseException):
         if _peer_lost(inner):
-            return ServiceLost(f"a rank lost its connection to another one: {last_words(error)}")
+            # The whole message: where NCCL itself fails, as without memory, its last line says why.
+            return ServiceLost(f"the connection between its ranks failed: {message_of(inner)}")
         if trace := _trace(error, inner):
             inner.add_note(trace)
         return inner
