@@ -162,6 +162,11 @@ def test_an_override_leaves_the_other_defaults_of_a_pipeline(given: list[str], w
     assert (config.engine.n, config.engine.max_tokens, config.engine.temperature) == (4, 8, 0.5)
     assert "engine.n=4" in describe(Mine)
     assert parse_overrides(dapo.Config, ["algorithm.filter_groups.metric=score"]).algorithm.filter_groups.enable
+    # A mapping's keys, too, where one of them is given.
+    kept = parse_overrides(dapo.Config, ["reward.manager_kwargs.overlong_penalty_factor=0.5"]).reward.manager_kwargs
+    assert kept == {"overlong_buffer_len": 6, "overlong_penalty_factor": 0.5}
+    whole = parse_overrides(dapo.Config, ["reward.manager_kwargs={overlong_buffer_len: 4}"]).reward.manager_kwargs
+    assert whole == {"overlong_buffer_len": 4}
 
 
 def test_dump_is_resolved_and_reads_back() -> None:

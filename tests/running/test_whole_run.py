@@ -98,7 +98,7 @@ def test_the_model_is_exported_at_the_end_and_of_any_checkpoint(
     assert digest_of(whole.merge_and_unload()) == sha256
 
     assert f"{run / 'model'} is there already, from the end of the run" in refused(capfd, "export", str(run))
-    assert "there are [2, 3]" in refused(capfd, "export", str(run), "step=7")
+    assert "there are those of steps 2, 3" in refused(capfd, "export", str(run), "step=7")
     assert "no run at" in refused(capfd, "export", str(run) + "x")
     with pytest.raises(ConfigError, match=r"export takes step=N alone"):
         step_of(["steps=3"])

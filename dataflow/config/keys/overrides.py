@@ -32,24 +32,26 @@ def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] |
         ConfigError: one sentence that names key and value, and the nearest valid key.
         PolicyError: the policy does not exist or does not fit the batch.
     """
+    # What a pipeline's Config sets in its sections is overridden key by key.
+    made = {name: info.get_default(call_default_factory=True) for name, info in cls.model_fields.items()}
+    whole = {name: of.model_dump(exclude_unset=True) for name, of in made.items() if isinstance(of, BaseModel)}
     given: dict[str, Any] = {}
-    _lay_over(cls, given, base or {})
+    for below in (whole, given):
+        _lay_over(cls, below, base or {})
     for arg in args:
         key, equals, raw = (part.strip() for part in arg.partition("="))
         if not (key and equals):
             raise ConfigError(f"argument '{redact(arg)}' is not key=value; write it so, such as steps=5.")
         *path, name = key.split(".")
-        value, at, inside = _value(cls, key, raw), cls, given
-        for each in path:
-            held = inside.get(each)
-            inside[each] = dict(held) if isinstance(held, Mapping) else {}
-            at, inside = _annotation(at, [each]), inside[each]
-        _lay_over(at, inside, {name: value})
+        value = _value(cls, key, raw)
+        for below in (whole, given):
+            at, inside = cls, below
+            for each in path:
+                held = inside.get(each)
+                inside[each] = dict(held) if isinstance(held, Mapping) else {}
+                at, inside = _annotation(at, [each]), inside[each]
+            _lay_over(at, inside, {name: value})
     keep_secrets(given)
-    # What a pipeline's Config sets in its sections is overridden key by key.
-    made = {name: info.get_default(call_default_factory=True) for name, info in cls.model_fields.items()}
-    whole = {name: of.model_dump(exclude_unset=True) for name, of in made.items() if isinstance(of, BaseModel)}
-    _lay_over(cls, whole, given)
     try:
         built = cls.model_validate(whole)
     except ValidationError as error:

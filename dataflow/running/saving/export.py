@@ -39,9 +39,9 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
     store = CheckpointStore(run / "checkpoints")
     point = store.newest() if step is None else store.at(step)
     if point is None:
-        steps = store.whole()
-        where = f"step={step}: run '{run}' has no whole checkpoint of that step" if steps else f"run '{run}' has none"
-        raise ConfigError(f"{where}; there are {steps} (checkpoint.every).")
+        what, steps = "no whole checkpoint" + (f" of step {step}" if step is not None else ""), store.whole()
+        there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "checkpoint.every saves some"
+        raise ConfigError(f"run '{run}' has {what}; {there}.")
     name = ADAPTER if adapter else MODEL
     target = directory or run / (name if step is None else f"{name}-{step}")
     from dataflow.engines.verl.export import check_new, write_adapter, write_model
