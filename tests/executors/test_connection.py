@@ -121,7 +121,7 @@ def test_one_that_does_not_start_says_why_and_where_to_look(monkeypatch: pytest.
 def test_a_cluster_that_does_not_answer_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    for address in ("127.0.0.1:1", "10.0.0.1:six"):
+    for address in ("127.0.0.1:1", "10.0.0.1:six", "ray://127.0.0.1:10001"):
         with pytest.raises(ConfigError, match=rf"ray\.address={address}: no Ray cluster answers there"):
             join_ray(address)
     monkeypatch.setattr(connection, "_JOIN_S", 0.1)

@@ -71,6 +71,8 @@ def join_ray(address: str) -> None:
     """Connects this process to the cluster at ``auto`` or ``host:port``."""
     try:
         place = urlsplit(f"//{address}")
+        if place.path:  # a remote client's address, ray://HOST:PORT: it is on no node of the cluster
+            raise ValueError("it is neither auto nor host:port")
         if place.port is not None:  # Ray itself retries for minutes
             socket.create_connection((place.hostname or "", place.port), timeout=5.0).close()
         _init(address, _JOIN_S)
