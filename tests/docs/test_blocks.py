@@ -70,7 +70,6 @@ UNRUN = {
     "examples/costs.yaml": "takes 10 s and more to plan: tests/planning",
     "recipes/costs/gsm8k-ablation.yaml": "likewise: tests/project/test_recipes.py",
     "baseline.csv": "likewise, of a log that is not in the repository: benchmarks/prediction.py",
-    "gpus=8": "needs a run with a served reward model: tests/planning/servers",
     "checkpoint.every=5": "needs a run that has saved: tests/running/saving",
     "PIPELINE": "`compare` of a pipeline trains, so its configuration is resolved alone",
 }
