@@ -11,7 +11,7 @@ from dataflow.rewards.judge.judge import Judge
 class CheapFirst(Judge):
     """Takes the options of Judge (url, model, template, ...) and one more."""
 
-    def __init__(self, url: str | list[str], longest: int = 4000, **options: Any) -> None:
+    def __init__(self, url: str, longest: int = 4000, **options: Any) -> None:
         super().__init__(url, **options)
         self._longest = longest
 
