@@ -51,6 +51,8 @@ class EngineConfig(Section):
     gpu_memory: Fraction | None = None
     """Share of the GPU's memory that weights and KV cache may take (vllm); null: 0.6 of a GPU that the trainer shares,
     0.9 of the engine's own."""
+    in_flight: Literal["wait", "abort"] = "wait"
+    """What a weight sync does with samples in flight: wait, or restart them with the new weights (vllm, http)."""
     restarts: NonNegativeInt = 2
     """How often the engine may be rebuilt after its process died; lost samples are then repeated."""
 

@@ -1,7 +1,7 @@
 """The gate of a rollout engine: samples are drawn beside each other, a weight sync, sleep or wake alone.
 
-They begin in the order of their requests: a sync waits for the samples requested before it, later samples wait for the
-sync. So nothing starves, and each sample is drawn with one version of the weights.
+They begin in the order of their requests: a sync waits for the samples requested before it, or has them drawn again
+after it; later samples wait for the sync. So nothing starves, and each sample is drawn with one version of the weights.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Gate:
         self._message = lost
         self._ended: Callable[[], Exception] | None = None
         self._running: set[asyncio.Task[Any]] = set()  # those that request
+        self._drawing: set[asyncio.Task[Any]] = set()  # of these, samples
         self._queue: deque[tuple[bool, asyncio.Future[None]]] = deque()  # whether it runs alone, and its turn
         self._inside = 0
         self._alone = False
@@ -47,7 +48,18 @@ class Gate:
             Aborted: the engine is closed.
             ServiceLost: the engine is lost.
         """
-        return await self._run(work, alone=False)
+        here = asyncio.current_task()
+        assert here is not None
+        before = here.cancelling()
+        while True:
+            drawing = asyncio.ensure_future(self._run(work, alone=False))
+            self._drawing.add(drawing)
+            drawing.add_done_callback(self._drawing.discard)
+            try:
+                return await drawing
+            except asyncio.CancelledError:
+                if here.cancelling() > before:
+                    raise  # else it is drawn again
 
     async def draw_all(self, works: Sequence[Callable[[], Awaitable[T]]]) -> AsyncGenerator[T, None]:
         """Draws samples and yields each when it has ended; closing the generator cancels the others."""
@@ -60,10 +72,14 @@ class Gate:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def alone(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def alone(self, work: Callable[[], Awaitable[None]], redraw: bool = False) -> None:
         """Runs ``work`` when nothing else is in flight; raises as :meth:`draw` does.
 
         Once begun, it is completed even if the caller is cancelled.
+
+        Args:
+            work: what to do.
+            redraw: cancel the samples in flight and draw them again after the work, instead of waiting for them.
         """
         begun = False
 
@@ -73,6 +89,8 @@ class Gate:
             await work()
 
         task = asyncio.ensure_future(self._run(begin, alone=True))
+        for drawing in tuple(self._drawing) if redraw else ():
+            drawing.cancel()  # they come back behind this task, which is queued before they notice
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:

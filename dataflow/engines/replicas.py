@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.engines.base import Sample
 from dataflow.engines.least_load import LeastLoad
@@ -29,7 +29,7 @@ class Replicas(Rollout):
 
     Args:
         engines: each a :class:`~dataflow.engines.base.RolloutEngine`, with the same model and weights.
-        model, max_prompt_length: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
+        model, max_prompt_length, in_flight: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
         slots: samples that an engine decodes at once.
         share: turns weights into what the engines' ``sync`` takes, once for all.
         release: called when all engines are closed.
@@ -43,8 +43,9 @@ class Replicas(Rollout):
         slots: int,
         share: Callable[[Mapping[str, torch.Tensor]], Any] = dict,
         release: Callable[[], None] = lambda: None,
+        in_flight: Literal["wait", "abort"] = "wait",
     ) -> None:
-        super().__init__(model, max_prompt_length, "a replica", sleeps=True)
+        super().__init__(model, max_prompt_length, "a replica", True, in_flight)
         self._engines = list(engines)
         self._choice = LeastLoad(self._engines, slots)
         self._share, self._release = share, release

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
@@ -47,6 +47,7 @@ class Rollout:
         max_prompt_length: P, tokens that a prompt may have.
         engine: its name, for error messages.
         sleeps: whether the engine frees memory while it sleeps; samples requested meanwhile wait until it wakes.
+        in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` draws them again.
 
     Raises:
         ModelError: the model's tokenizer or configuration cannot be read, or names no token that ends a response.
@@ -54,8 +55,16 @@ class Rollout:
 
     version: int
 
-    def __init__(self, model: str, max_prompt_length: int, engine: str, sleeps: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        max_prompt_length: int,
+        engine: str,
+        sleeps: bool = False,
+        in_flight: Literal["wait", "abort"] = "wait",
+    ) -> None:
         self.version = 0
+        self.in_flight = in_flight
         self.max_prompt_length = max_prompt_length
         self.vocabulary, self._config = read_vocabulary(model)
         with loading(model):
@@ -154,7 +163,9 @@ class Rollout:
             await self._load(shared, version)
             self.version = version
 
-        await self._gate.alone(work)
+        # A third rule, which keeps samples in flight and lets them continue with the new weights, would not wait here
+        # for the gate: vLLM's `pause_generation(mode="keep")` freezes them.
+        await self._gate.alone(work, redraw=self.in_flight == "abort")
 
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`."""

@@ -44,7 +44,7 @@ class Desk:
 
         return draw
 
-    async def sync(self, asleep: bool | None = None) -> None:
+    async def sync(self, redraw: bool = False, asleep: bool | None = None) -> None:
         async def work() -> None:
             assert not self.drawing
             await asyncio.sleep(0)
@@ -52,7 +52,7 @@ class Desk:
             self.begun.append(f"sync {self.version}")
             self.gate.asleep = self.gate.asleep if asleep is None else asleep
 
-        await self.gate.alone(work)
+        await self.gate.alone(work, redraw)
 
     def end(self, count: int = 1, error: Exception | None = None) -> None:
         for _name, future in self.drawing[:count]:
@@ -88,6 +88,27 @@ def test_a_sync_waits_for_the_samples_before_it_and_later_ones_wait_for_it() -> 
         desk.end()
         await asyncio.gather(*syncs)
         assert await asyncio.gather(*samples) == [("a", 0), ("b", 0), ("c", 1)]
+
+    run(body())
+
+
+def test_a_sync_may_have_the_samples_in_flight_drawn_again_before_later_ones() -> None:
+    async def body() -> None:
+        desk = Desk()
+        samples = [desk.sample(name) for name in "abc"]
+        await turn()
+        desk.end()
+        await turn()
+        sync = asyncio.ensure_future(desk.sync(redraw=True))
+        await turn()
+        assert sync.done()
+        samples.append(desk.sample("d"))
+        await turn()
+        assert desk.begun[:4] == ["a", "b", "c", "sync 1"]
+        assert sorted(desk.begun[4:6]) == ["b", "c"]
+        assert desk.begun[6:] == ["d"]
+        desk.end(3)
+        assert await asyncio.gather(*samples) == [("a", 0), ("b", 1), ("c", 1), ("d", 1)]
 
     run(body())
 
@@ -184,7 +205,7 @@ def test_a_failed_sync_loses_the_engine_and_closing_ends_all() -> None:
     run(body())
 
 
-@given(st.lists(st.sampled_from(["draw", "sync", "sleep", "wake", "end", "cancel"]), max_size=30))
+@given(st.lists(st.sampled_from(["draw", "sync", "redraw", "sleep", "wake", "end", "cancel"]), max_size=30))
 def test_each_sample_ends_once_whatever_happens(steps: list[str]) -> None:
     async def body() -> None:
         desk, samples, others = Desk(), [], []
@@ -195,9 +216,9 @@ def test_each_sample_ends_once_whatever_happens(steps: list[str]) -> None:
                 desk.end()
             elif step == "cancel" and samples:
                 samples[number % len(samples)][1].cancel()
-            elif step in ("sync", "sleep", "wake"):
+            elif step in ("sync", "redraw", "sleep", "wake"):
                 asleep = {"sleep": True, "wake": False}.get(step)
-                others.append(asyncio.ensure_future(desk.sync(asleep)))
+                others.append(asyncio.ensure_future(desk.sync(step == "redraw", asleep)))
             if number % 3:
                 await turn()
         others.append(asyncio.ensure_future(desk.sync(asleep=False)))

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from loguru import logger
 
@@ -60,7 +60,7 @@ class HttpRollout(Rollout):
     brings others. They must not be used by another run at the same time. All calls must be made on one event loop.
 
     Args:
-        model, max_prompt_length: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
+        model, max_prompt_length, in_flight: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
         urls: of the servers, maybe with a user name and a password.
         max_model_len: tokens of prompt and response together.
         api_key_env: environment variable that holds the servers' API key.
@@ -86,8 +86,9 @@ class HttpRollout(Rollout):
         tries: int = 4,
         wait: float = 300.0,
         weights_dir: str | None = None,
+        in_flight: Literal["wait", "abort"] = "wait",
     ) -> None:
-        super().__init__(model, max_prompt_length, "http")
+        super().__init__(model, max_prompt_length, "http", in_flight=in_flight)
         self._model, self._tries, self._wait_s = Path(model), tries, wait
         self._wanted = Wanted(model, max_model_len)
         self._states = [_State(server) for server in servers_at(urls, api_key_env, timeout)]

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ class VllmRollout(Rollout):
     :class:`~dataflow.engines.vllm.worker.RolloutWorker`.
 
     Args:
-        model, max_prompt_length: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
+        model, max_prompt_length, in_flight: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
         max_tokens: R, tokens that a response may have.
         threads: CPU threads for its computations.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
@@ -74,9 +74,10 @@ class VllmRollout(Rollout):
         gpu_memory: float = 0.5,
         max_model_len: int | None = None,
         tensor_parallel: int = 1,
+        in_flight: Literal["wait", "abort"] = "wait",
     ) -> None:
         cuda = device == "cuda"
-        super().__init__(model, max_prompt_length, "vLLM", sleeps=cuda)
+        super().__init__(model, max_prompt_length, "vLLM", cuda, in_flight)
         longest = max_model_len or max_prompt_length + max_tokens
         arguments: dict[str, Any] = {
             "model": model,

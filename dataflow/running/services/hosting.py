@@ -242,6 +242,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "max_num_seqs": draw.max_num_seqs,
             "gpu_memory": config.engine_memory,
             "tensor_parallel": workers,
+            "in_flight": draw.in_flight,
         }
         if turns:
             options["max_model_len"] = longest
@@ -296,6 +297,7 @@ def _servers_host(config: Any, longest: int) -> Hosted:
             "tries": draw.request_tries,
             "wait": draw.server_wait,
             "weights_dir": _weights_directory(config),
+            "in_flight": draw.in_flight,
         },
         concurrent=True,
         restarts=draw.restarts,

@@ -17,11 +17,11 @@ def build_replicas(
 
     Args:
         factory: of an engine.
-        options: its keyword arguments; ``model`` and ``max_prompt_length`` are read here, too.
+        options: its keyword arguments; ``model``, ``max_prompt_length`` and ``in_flight`` are read here, too.
         number: of engines.
         slots: samples that an engine decodes at once (vLLM's ``max_num_seqs``).
         **where: further arguments of ``start``.
     """
     engines, release = replicas.start(factory, options, number, **where)
-    own = {name: options[name] for name in ("model", "max_prompt_length") if name in options}
+    own = {name: options[name] for name in ("model", "max_prompt_length", "in_flight") if name in options}
     return Replicas(engines, **own, slots=slots, share=replicas.share, release=release)
