@@ -32,7 +32,7 @@ Where does a new policy go? One that is fixed before the run is a new field of :
 chooses such policies while it goes, as ``policy=auto`` does: ``running/replanning.py:AutoPolicy`` gets the end of each
 step from ``running/attempt.py`` and predicts from the trace, ``planning/auto.py:PolicyChooser.decide`` chooses among
 the predicted seconds, and ``Runner.switch`` changes the steps that have not begun. A rule on measurements instead of
-predictions is another ``AutoPolicy.ended``.
+predictions takes the place of what ``AutoPolicy.ended`` does.
 ``Scheduler._key`` decides which of two ready tasks gets a slot, from durations that the scheduler learns.
 """
 

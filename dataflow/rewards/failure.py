@@ -1,7 +1,7 @@
 """The failure rule: what happens to a sample that cannot be scored. The user declares it; none is implied.
 
 A kind of rule is named here and applied in :meth:`Steps.failed <dataflow.rewards.steps.Steps.failed>`; one that needs
-the whole group, in ``Steps._finish``, before post-processing.
+the scores of the whole group, in ``Steps._finish``, before post-processing.
 """
 
 from __future__ import annotations
