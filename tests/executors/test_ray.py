@@ -14,6 +14,9 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RunError, StageFailed
 from dataflow.executors.ray import RayExecutor
+from dataflow.executors.ray.actors import Actors
+from dataflow.executors.ray.host import Place
+from dataflow.executors.ray.nodes import Cluster
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
@@ -221,6 +224,15 @@ def test_all_ranks_of_a_service_are_rebuilt_and_a_freeze_is_told(executor, tmp_p
     pids = [int(line) for line in journal.read_text().split()]
     assert len(set(pids)) == 4
     assert not left(pids, timeout=20)
+
+
+def test_why_a_process_on_another_node_froze_is_in_the_directory_of_the_run(tmp_path):
+    actors = Actors(Hosted("agent", dict, run_directory=True), 1, Cluster("here", directory=str(tmp_path)))
+    actors._places = [Place("there", "10.0.0.2", 1)]
+    path = Path(actors._environment(0)[DEATH_REASON])
+    assert path.parent == tmp_path
+    path.write_text("its function blocked it.\nTimeout (0:00:02)!\n")
+    assert (actors.death_reason(), actors.freezes, path.exists()) == ("its function blocked it.", 1, False)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,10 @@ class Actors:
         self.handles: list[Any] = []
         self._reserved: Places | None = None
         self._places: list[Place] = []
-        self._reasons = [f"/tmp/dataflow-{secrets.token_hex(8)}-{rank}" for rank in range(spec.ranks)]
+        # In the run's directory, which all nodes of such a service see: why one froze is read here.
+        self._shared = None if cluster is None or not spec.run_directory else cluster.directory
+        stem = f"{self._shared or '/tmp'}/dataflow-{secrets.token_hex(8)}"
+        self._reasons = [f"{stem}-{rank}" for rank in range(spec.ranks)]
         self.freezes = 0
         for path in self._reasons:
             report(temporary=path)
@@ -117,9 +120,9 @@ class Actors:
         }
 
     def death_reason(self) -> str:
-        """Returns, once, why user code froze a process of this machine, and logs its stacks; "" if none froze."""
+        """Returns, once, why user code froze a process, and logs its stacks; "" if it is not known that one froze."""
         for place, path in zip(self._places, self._reasons, strict=False):
-            if self._is_here(place):
+            if self._shared is not None or self._is_here(place):
                 with suppress(FileNotFoundError):
                     why, _, stacks = Path(path).read_text().partition("\n")
                     os.unlink(path)

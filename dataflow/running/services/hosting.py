@@ -277,6 +277,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if kind == "vllm" else 1.0,
+        run_directory=bool(turns),  # it has why a tool froze
     )
 
 
