@@ -74,25 +74,27 @@ class LeastLoad(Generic[S]):
         elif self._limit is None and self._waiting and not self.open:
             self._limit = asyncio.get_running_loop().call_later(self._wait_s, self._end)
         for moves in (False, True):  # from a home that is full, to slots that no other sample takes
-            free = self._free()
-            for coming, group in list(self._waiting.items()) if free else ():
-                if not free:
+            while free := self._free():
+                waiting = (each for each, group in self._waiting.items() if moves or self._goes(group, free))
+                coming = next((each for each in waiting if not each.done()), None)
+                if coming is None:
                     break
+                group = self._waiting.pop(coming)
                 home = self._homes.get(group)
-                if coming.done() or (home in self.open and home not in free and not moves):
-                    continue
-                server = home if home in free else min(free, key=self._loads.__getitem__)
-                assert server is not None
-                del self._waiting[coming]
+                server = home if home is not None and home in free else min(free, key=self._loads.__getitem__)
                 self._loads[server] += 1
                 self._homes[group] = server
                 coming.set_result(server)
-                free = self._free()
         while len(self._homes) > _HOMES:
             del self._homes[next(iter(self._homes))]
 
     def _free(self) -> list[S]:
         return [server for server in self.open if self._loads[server] < self._slots]
+
+    def _goes(self, group: Hashable, free: Sequence[S]) -> bool:
+        """Whether a group has no server, or one that is out of use or has a slot."""
+        home = self._homes.get(group)
+        return home in free or home not in self.open
 
     def _end(self) -> None:
         self._limit = None
