@@ -160,7 +160,7 @@ def _commit(directory: Path, states: Mapping[str, Any], store: Any, task: TaskIn
 
 def _failed(task: TaskInfo, error: OSError) -> None:
     task.log({FAILED: 1.0})
-    logger.warning(f"checkpoint of step {task.step} failed, training continues: {_why(error)}")
+    logger.warning(f"checkpoint of step {task.step} failed: {_why(error)}")
 
 
 def _why(error: OSError) -> str:

@@ -40,7 +40,7 @@ class Host:
 
         options = RewardConfig(concurrency=LIMIT, backoff=0.05, max_backoff=0.1)
         judge = {"target": "dataflow.rewards.judge.judge:Judge", "kwargs": {"url": url}}
-        self.agent = build_agent(None, judge, options, run="one", ledger=ledger)
+        self.agent = build_agent(None, judge, options, ledger=ledger)
 
     async def pid(self) -> int:
         return os.getpid()
