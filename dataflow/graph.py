@@ -186,7 +186,7 @@ class Pipeline:
         except graphlib.CycleError as error:
             cycle = " -> ".join(reversed(error.args[1]))
             raise PipelineError(
-                f"the stages form a cycle: {cycle}; mark the field that comes from an earlier step as Carried."
+                f"the stages form a cycle: {cycle}; mark the field of an earlier step as Latest, or as Carried."
             ) from error
 
     def facts(self) -> dict[str, Any]:

@@ -192,7 +192,7 @@ WRONG = {
     ),
     "cycle": (
         build(sync, gather),
-        "the stages form a cycle: sync -> gather -> sync; mark the field that comes from an earlier step as Carried.",
+        "the stages form a cycle: sync -> gather -> sync; mark the field of an earlier step as Latest, or as Carried.",
     ),
     "undeclared resource": (
         build(*GRPO, plain("mine", writes="m", on="gpus")),

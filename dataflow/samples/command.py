@@ -63,8 +63,8 @@ def show(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> 
         raise DataError(f"no run at '{run}'; give the directory of a run (runs/NAME).")
     if not directory.is_dir():
         raise DataError(
-            f"run '{run}' has no samples: pipelines with the stages of dataflow.stages.samples keep them, with "
-            "samples.every=1 from the first step on."
+            f"run '{run}' has no samples: the stages of dataflow.stages.samples keep them when a step ends, with "
+            "samples.every=1 from the first on; requests of a step that failed are in its rewards.sqlite."
         )
     if out is not None and Path(out).suffix.lower() not in _KINDS:
         raise DataError(f"-o {out}: no such kind, '{Path(out).suffix}'; give a name in {' or '.join(_KINDS)}.")

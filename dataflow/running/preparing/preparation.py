@@ -330,7 +330,7 @@ class Preparation:
             raise ConfigError(keyed(said, name))
         return f"{scorer}, {counted(limits.concurrency, 'request')} in flight"
 
-    def _ask_judge(self, name: str) -> str:
+    def _ask_judge(self, name: str) -> str | list[str]:
         from dataflow.rewards.judge.client import models_of
 
         judge = self.judges[name]
@@ -344,7 +344,8 @@ class Preparation:
         if not listed or judge.model in listed:
             return f"{url} answers"
         # No error: some servers list no aliases.
-        return f"{url} answers, but lists no model '{judge.model}' (judge.model): it has {', '.join(listed[:5])}"
+        said = f"{url} lists no model '{judge.model}' (judge.model): it has {', '.join(listed[:5])}."
+        return [keyed(said, name)]
 
     # --- data -------------------------------------------------------------------------------------------------
 
