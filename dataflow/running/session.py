@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from dataflow.config.base import BaseConfig
 from dataflow.config.loading import saved
 from dataflow.config.run import RunConfig
 from dataflow.errors import Interrupted, RunError, ServiceLost, UserError
-from dataflow.executors.ray.connection import joined, own_address
+from dataflow.executors.ray.connection import begin_ray, drop_ray, joined, own_address, running
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.planning.planner import name_of
@@ -68,7 +69,7 @@ class Session:
     ) -> None:
         ray_stays_on_loopback()
         self._prepared = Preparation(config, module, progress, directory)
-        make_all(self._prepared.checks())
+        self._check()
         self.config = self._prepared.config
         self.module = module
         self.progress = progress
@@ -78,6 +79,23 @@ class Session:
         self._cancel: Callable[[], object] | None = None
         self.record = Record(self.directory)
         self._served: ServedModels | None = None
+
+    def _check(self) -> None:
+        """Makes all checks; a Ray of the run's own starts on another core while the data is read.
+
+        Raises:
+            UserError: one does not pass.
+        """
+        config, checks = self._prepared.config, self._prepared.checks()
+        quick = next((at for at, check in enumerate(checks) if check.slow), len(checks))
+        make_all(checks[:quick])
+        if config.executor == "ray" and config.ray.address is None and not running():
+            begin_ray(config.ray.num_cpus or os.cpu_count() or 1)
+        try:
+            make_all(checks[quick:])
+        except BaseException:
+            drop_ray()
+            raise
 
     @property
     def graph(self) -> TaskGraph:

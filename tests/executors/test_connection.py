@@ -15,7 +15,7 @@ import pytest
 
 from dataflow.errors import ConfigError, RunError
 from dataflow.executors.ray import connection
-from dataflow.executors.ray.connection import join_ray, start_ray
+from dataflow.executors.ray.connection import begin_ray, drop_ray, join_ray, start_ray
 from tests.rigs.listening import Listener, check, listeners
 from tests.rigs.processes import below, command
 
@@ -42,8 +42,10 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[psutil.Proces
         patch.chdir(tmp_path_factory.mktemp("here"))
         BEFORE.update(listeners(psutil.Process()))
         others = below()
-        start_ray(1)
-        ray.shutdown()
+        begin_ray(1)
+        drop_ray()
+        assert not ray.is_initialized()
+        begin_ray(1)
         start_ray(1)
         yield others
         ray.shutdown()

@@ -12,8 +12,9 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,8 +37,47 @@ _JOIN_S = 60.0
 """Seconds in which a cluster has to answer; Ray itself retries for minutes, or for ever if its token is another one."""
 
 
+_begun: Future[None] | None = None
+"""The start of a Ray for which nothing has waited yet."""
+
+
+def begin_ray(num_cpus: int) -> None:
+    """Begins to start a Ray on this machine with so many CPUs; :func:`start_ray` waits for it."""
+    global _begun
+    _begun = _in_thread(partial(_start, num_cpus))
+
+
+def drop_ray() -> None:
+    """Ends a Ray that was begun for a run that cannot start."""
+    global _begun
+    begun, _begun = _begun, None
+    if begun is not None and begun.exception() is None:
+        import ray
+
+        report(ray="closing")
+        ray.shutdown()
+
+
 def start_ray(num_cpus: int) -> None:
-    """Starts a Ray on this machine and connects this process to it; ``ray.shutdown`` ends it."""
+    """Starts a Ray on this machine and connects this process to it; ``ray.shutdown`` ends it.
+
+    Args:
+        num_cpus: CPUs that it has, unless it was begun before.
+
+    Raises:
+        ConfigError: Ray was imported before, and would listen on every network interface.
+        RunError: it does not start.
+    """
+    global _begun
+    if _begun is None:
+        begin_ray(num_cpus)
+    begun, _begun = _begun, None
+    assert begun is not None
+    begun.result()
+
+
+def _start(num_cpus: int) -> None:
+    """Starts a Ray and reports its processes; raises as :func:`start_ray`."""
     ray_stays_on_loopback()
     # One token for all runs of a process, as Ray reads it once; other users cannot read this process's environment.
     os.environ.pop("RAY_AUTH_MODE", None)  # a new Ray requires a token unless this says otherwise
@@ -75,7 +115,7 @@ def join_ray(address: str) -> None:
             raise ValueError("it is neither auto nor host:port")
         if place.port is not None:  # Ray itself retries for minutes
             socket.create_connection((place.hostname or "", place.port), timeout=5.0).close()
-        _init(address, _JOIN_S)
+        _in_thread(partial(_init, address)).result(_JOIN_S)
     except (OSError, ValueError) as error:  # a time-out is an OSError
         raise ConfigError(
             f"ray.address={address}: no Ray cluster answers there ({str(error) or 'in time'}); start one with 'ray "
@@ -104,7 +144,7 @@ def joined(address: str) -> Iterator[None]:
 def running() -> bool:
     """Returns whether this process is connected to a Ray."""
     ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
+    return ray is not None and bool(ray.is_initialized()) and _begun is None
 
 
 def own_address() -> str:
@@ -114,11 +154,7 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _init(address: str, timeout_s: float | None = None, **options: Any) -> Any:
-    """Calls ``ray.init`` in a thread of its own: in the main one it would replace the handler of SIGTERM.
-
-    The thread stays until this process ends: the kernel ends the processes of a Ray with the thread that started them.
-    """
+def _init(address: str, **options: Any) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # Otherwise Ray prints a traceback for each value of a dead service that is not awaited.
@@ -127,15 +163,26 @@ def _init(address: str, timeout_s: float | None = None, **options: Any) -> Any:
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # its import sets another level
     options |= {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
-    started: Future[Any] = Future()
+    try:
+        return ray.init(address, **options)
+    except BaseException:
+        ray.shutdown()
+        raise
 
-    def start() -> None:
+
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Calls in a thread of its own: in the main one ``ray.init`` would replace the handler of SIGTERM.
+
+    The thread stays until this process ends: the kernel ends the processes of a Ray with the thread that started them.
+    """
+    made: Future[Any] = Future()
+
+    def run() -> None:
         try:
-            started.set_result(ray.init(address, **options))
+            made.set_result(call())
         except BaseException as error:
-            ray.shutdown()
-            started.set_exception(error)
+            made.set_exception(error)
         threading.Event().wait()
 
-    threading.Thread(target=start, name="ray", daemon=True).start()
-    return started.result(timeout_s)
+    threading.Thread(target=run, name="ray", daemon=True).start()
+    return made

@@ -23,11 +23,13 @@ class Check:
             raises a :class:`~dataflow.errors.UserError` for a problem, :class:`~dataflow.errors.NotChecked` if it
             cannot tell.
         needs: names of earlier checks, without whose success this one cannot be made.
+        slow: whether it takes seconds.
     """
 
     what: str
     find: Callable[[], str | list[str] | None]
     needs: tuple[str, ...] = ()
+    slow: bool = False
 
 
 @dataclass(frozen=True)

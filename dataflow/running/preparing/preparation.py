@@ -172,7 +172,7 @@ class Preparation:
             Check("model", lambda: settle_models(config, self._progress)),
             Check("lengths", lambda: check_fits(config), ("model",)),
             *(Check(name, partial(self._check_trained, config, name)) for name in config.trained),
-            Check("prompts", lambda: self._tokenize(config), ("data", "model")),
+            Check("prompts", lambda: self._tokenize(config), ("data", "model"), slow=True),
             Check("weights", lambda: check_weights(Path(config.model.path or "")), ("model",)),
             Check("inputs", self._take, ("pipeline", "prompts")),
             Check("model servers", lambda: self._check_model_servers(config)),
