@@ -177,9 +177,6 @@ REJECTIONS = (
 def check_threshold(text: str, bounds_ratio: bool = True) -> None:
     """Checks a threshold of rollout correction: an upper bound, or ``lower_upper`` of a ratio.
 
-    Raises:
-        ValueError: it is neither.
-
     >>> check_threshold("0.5_5.0")
     >>> check_threshold("5_0.5")
     Traceback (most recent call last):
@@ -199,10 +196,7 @@ def check_threshold(text: str, bounds_ratio: bool = True) -> None:
 def check_rejection(rollout_rs: str, thresholds: str) -> None:
     """Checks kinds of rejection and their thresholds: one for all kinds, or one for each, with commas between.
 
-    verl reads them in the first step, after its rollout.
-
-    Raises:
-        ValueError: verl has no such kind, or a threshold does not suit its kind.
+    A wrong one is a ValueError here; verl reads them in the first step, after its rollout.
     """
     kinds, given = ([part.strip() for part in text.split(",")] for text in (rollout_rs, thresholds))
     if unknown := [kind for kind in kinds if kind not in REJECTIONS]:

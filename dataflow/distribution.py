@@ -26,7 +26,6 @@ class Distribution:
     """A distribution of durations, in seconds.
 
     Attributes:
-        kind: name of the distribution.
         a: the constant, the low end or the median.
         b: the high end, or the standard deviation of the duration's logarithm.
         values: measured durations, all equally likely.
@@ -82,15 +81,10 @@ class Distribution:
 
 
 def parse_distribution(text: str | float, what: str = "latency", folder: Path | None = None) -> Distribution:
-    """Parses a distribution.
+    """Parses a number of seconds, or a distribution such as ``uniform:1:40``.
 
-    Args:
-        text: a number of seconds, or a distribution such as ``uniform:1:40``.
-        what: the configuration key or quantity, for messages.
-        folder: where to look up the file of ``empirical:FILE``; the current directory by default.
-
-    Raises:
-        ConfigError: the distribution is unknown, a number is invalid or out of range, or the file cannot be used.
+    ``what`` is the configuration key or quantity, for messages. The file of ``empirical:FILE`` is looked up in
+    ``folder``, by default the current directory.
 
     >>> parse_distribution("uniform:1:40").mean
     20.5

@@ -57,11 +57,7 @@ def no_file(path: str | os.PathLike[str]) -> str | None:
 
 
 def unwritable(path: str | os.PathLike[str]) -> str | None:
-    """Returns why a file cannot be written, and the fix; None if it seems that it can be.
-
-    Args:
-        path: of the file, which need not exist; its directory must.
-    """
+    """Returns why a file in an existing directory cannot be written, and the fix; None if it seems that it can be."""
     target = Path(path)
     if target.is_dir():
         return "it is a directory; give the name of a file."
@@ -89,8 +85,7 @@ def unmakable(path: str | os.PathLike[str]) -> str | None:
 def decoded(data: bytes) -> str:
     """Decodes UTF-8 text, without the byte order mark that some editors add.
 
-    Raises:
-        ValueError: the data is not UTF-8; the message is the end of a sentence about it.
+    The message of its ValueError is the end of a sentence about the data.
     """
     try:
         return data.decode("utf-8-sig")
@@ -103,15 +98,9 @@ _ROOM = "make room there, or let runs= name another place"
 
 @contextmanager
 def written(what: str, path: str | os.PathLike[str], fix: str = _ROOM) -> Iterator[None]:
-    """Turns an OSError in the block, such as a full disk, into an error that names the file.
+    """Turns an OSError in the block, such as a full disk, into a RunError that names the file.
 
-    Args:
-        what: kind of file.
-        path: of the file.
-        fix: what to do; by default for a file of a run.
-
-    Raises:
-        RunError: the block raised an OSError.
+    ``what`` is the kind of file, ``fix`` what to do, by default for a file of a run.
     """
     try:
         yield

@@ -306,8 +306,6 @@ class Task:
     """The unit that is scheduled.
 
     Attributes:
-        id: stage, step and part.
-        stage: what to run.
         deps: tasks that must finish first, each once; some only free the state that this one overwrites.
         inputs: its fields, in the order of the function's parameters.
         chosen_by: the tasks that determine which groups this one works on; none if it works on all groups.

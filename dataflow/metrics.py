@@ -68,15 +68,10 @@ class Provisional(Metric):
 
 
 def of_step(name: str, numbers: Sequence[float]) -> float:
-    """Returns the metric of a step from what its tasks logged.
+    """Returns the metric of a step from the numbers that its tasks logged.
 
-    Args:
-        name: of the metric. As in verl, one whose last word has ``max`` or ``min`` in it is reduced by that, and any
-            other that does not say what it counts by the mean.
-        numbers: that were logged.
-
-    Raises:
-        StageFailed: some of them say what they count and others do not, or not in the same way.
+    As in verl, a metric whose last word has ``max`` or ``min`` in it is reduced by that, and any other that does not
+    say what it counts by the mean. Numbers that do not all say what they count in the same way raise StageFailed.
 
     >>> of_step("staleness/max", [0.0, 1.0]), of_step("actor/lr", [1.0, 2.0])
     (1.0, 1.5)

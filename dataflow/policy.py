@@ -631,11 +631,8 @@ def _reach(pipeline: Pipeline, staleness: tuple[tuple[int, int], ...]) -> int:
 
     The next write of a state waits for readers in later steps, which may wait for other writes in turn. Parts, epochs
     and chunks change nothing of this, so each stage has one task here; and optional stages run at every step, so that a
-    wrong pipeline fails in a short run as in a long one.
-
-    Args:
-        pipeline: the stages of one step.
-        staleness: (step, k): the max_staleness from that step on, the first one from step 1 on.
+    wrong pipeline fails in a short run as in a long one. ``staleness`` is (step, k): the max_staleness from that step
+    on, the first one from step 1 on.
     """
     longest, last = 1 + max(k for _step, k in staleness), staleness[-1][0]
     # A change adds no dependency that is longer than those under each policy, but it may close a circle. The tasks of

@@ -685,8 +685,7 @@ def _read(result: Any) -> Scored:
 def arguments_of(samples: Batch) -> list[dict[str, Any]]:
     """Returns the keywords of the call for each row, under verl's names.
 
-    Args:
-        samples: see :meth:`RewardAgent.submit`; with ``responses``, tokens ``[rows, R]``, their ids are added.
+    If the samples have a column ``responses``, tokens ``[rows, R]``, their ids are added.
     """
     ends = own = None
     if "response_mask" in samples:

@@ -51,9 +51,6 @@ class Ahead:
     """An input that depends on the step alone, so that it can be made while the step before runs.
 
     Others, which may depend on what stages have done or on the order of the calls, are made when a task needs them.
-
-    Attributes:
-        function: from step to value.
     """
 
     function: Callable[[int], Any]
@@ -66,9 +63,7 @@ class Ahead:
 class Restored:
     """What a run resumes from: the graph's states, and fields of steps whose tasks ran before the checkpoint.
 
-    Attributes:
-        states: value of each state (a field that is read as Carried or Latest).
-        fields: values of later steps, by field and step; a task that would write them is not run again.
+    ``fields`` are values of later steps, by field and step; a task that would write them is not run again.
     """
 
     states: Mapping[str, Any] = field(default_factory=dict)
@@ -94,12 +89,9 @@ class Restored:
 
 @dataclass
 class _Running:
-    """A task that was started and has not ended.
+    """A task that was started and has not ended; ``waited_for`` is the last that it waited for.
 
-    Attributes:
-        waited_for: task that it waited for last.
-        since: second of the executor's clock at which it was started.
-        emitted_at: when it emitted each chunk, by number.
+    ``since`` and, by number of the chunk, ``emitted_at`` are seconds of the executor's clock.
     """
 
     task: Task
@@ -112,7 +104,6 @@ class Runner:
     """Runs one task graph to its end.
 
     Args:
-        graph: the task graph.
         executor: that runs the tasks; already opened.
         inputs: for each input field (``prompts``) a function from step to value.
         trace: receives a span per finished task, with its marks and levels.
@@ -164,8 +155,7 @@ class Runner:
     async def run(self) -> Trace:
         """Runs all tasks and returns the trace.
 
-        Raises:
-            StageFailed: a task failed; its cause is chained. The other running tasks are cancelled.
+        If a task fails, the other running ones are cancelled, and StageFailed is raised with its error as the cause.
         """
         try:
             await self._drive()
@@ -202,10 +192,9 @@ class Runner:
         return step
 
     def switch(self, policy: SchedulingPolicy) -> int | None:
-        """Changes the policy from the first step on that allows it, see :meth:`dataflow.scheduler.Scheduler.switch`.
+        """Changes the policy from the first step on that allows it, and returns that step; None if none is left.
 
-        Returns:
-            That step; None if none is left.
+        See :meth:`dataflow.scheduler.Scheduler.switch`.
         """
         step, instructions = self.scheduler.switch(policy)
         self.graph = self.scheduler.graph

@@ -112,12 +112,9 @@ Key: TypeAlias = tuple[float, float, int, int, int, TaskId]
 
 @dataclass(slots=True)
 class _Entry:
-    """A task of an unfinished step.
+    """A task of an unfinished step, and the ``history`` of its state in words.
 
-    Attributes:
-        waiting: number of dependencies that are left.
-        last_dep: task that ended last of those that it waited for.
-        history: of the state, in words.
+    ``waiting`` is the number of dependencies that are left, ``last_dep`` the one that ended last.
     """
 
     task: Task
@@ -136,7 +133,6 @@ class _Step:
     """An unfinished step.
 
     Attributes:
-        tasks: of the step.
         left: number of tasks that have not ended.
         required: of these, those of stages that run on every step.
         chosen: groups of each part that was collected and each chunk that was emitted; None for all.
@@ -149,11 +145,9 @@ class _Step:
 
 
 class Scheduler:
-    """Decides which task starts when.
+    """Decides which task starts when; the graph is unrolled a window of steps at a time.
 
-    Args:
-        graph: the task graph; unrolled a window of steps at a time.
-        estimates: seconds per task of a stage, where known; otherwise learned from ``TaskFinished.elapsed``.
+    ``estimates`` are seconds per task of a stage, where known; otherwise learned from ``TaskFinished.elapsed``.
     """
 
     def __init__(self, graph: TaskGraph, estimates: Mapping[str, float] | None = None) -> None:
@@ -178,11 +172,7 @@ class Scheduler:
         return self._dispatch()
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Handles one event; returns the instructions that follow from it.
-
-        Raises:
-            DataflowError: the event names a task that is not running.
-        """
+        """Handles one event, of a task that is running; returns the instructions that follow from it."""
         entry = self._entries.get(self.graph.pipeline.task_of(event.id))
         if entry is None or entry.state != "running":
             state = entry.state if entry else "unknown or forgotten"
@@ -213,8 +203,7 @@ class Scheduler:
         That is the last step with a training task that has started. From now on only tasks start that this step and
         those before it need, validations left out; the others that run are cancelled at the end.
 
-        Returns:
-            The step, ``graph.first - 1`` if no training has started; and the instructions that follow.
+        Returns that step, ``graph.first - 1`` if no training has started; and the instructions that follow.
         """
         return self._cut(), self._dispatch()
 
@@ -237,14 +226,9 @@ class Scheduler:
         The change moves to a later step if a task has started that, under the new policy, would have had to wait for a
         task of this step: a sync that overwrites the weights that this step would sample with.
 
-        Args:
-            policy: the new policy, a :class:`dataflow.policy.SchedulingPolicy`.
-
-        Returns:
-            The first step under it, None if no step is left; and the instructions that follow.
-
-        Raises:
-            PolicyError, PipelineError: the pipeline cannot run under this policy; nothing has changed.
+        Returns the first step under it, None if no step is left; and the instructions that follow. If the pipeline
+        cannot run under this policy, a :class:`dataflow.policy.SchedulingPolicy`, it raises PolicyError or
+        PipelineError, and nothing has changed.
         """
         assert self.graph.switched is not None
         if self._finished or self._wanted is not None:
@@ -497,9 +481,7 @@ NEWEST = 0.5
 class _Estimates:
     """The seconds that each stage takes in one step, all parts together: their number may change with the policy.
 
-    Args:
-        graph: the task graph.
-        estimates: seconds per task of a stage, where known; the others are learned.
+    ``estimates`` are seconds per task of a stage, where known; the others are learned.
     """
 
     def __init__(self, graph: TaskGraph, estimates: Mapping[str, float]) -> None:

@@ -28,15 +28,13 @@ def grpo_pipeline(val_every: int | None = None, resources: Mapping[str, int | No
 
 
 def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: bool = True) -> None:
-    """Checks that a trace fits its task graph.
+    """Checks that the trace of a finished run fits its task graph.
 
-    Every task ran exactly once, after all its dependencies; no resource ran more tasks than it has slots; no ready
-    task waited beside a free slot; each reader of a state ran between the write of its version and the next write;
-    the makespan is at least the critical path, and at least each resource's load divided by its slots.
+    Every task ran exactly once, after all its dependencies; no resource ran more tasks than it has slots; no ready task
+    waited beside a free slot; each reader of a state ran between the write of its version and the next write; the
+    makespan is at least the critical path, and at least each resource's load divided by its slots.
 
     Args:
-        trace: of a finished run.
-        graph: of the run.
         tolerance: seconds by which clocks may differ.
         busy: whether to check for free slots; a real executor leaves some free between two tasks.
 

@@ -22,15 +22,9 @@ from dataflow.timeline.text import table
 
 
 def compare(runs: Sequence[str], out: str | None, as_json: bool) -> str:
-    """Returns the table of several runs in the order of the policies, compared with the first of them.
+    """Returns the table of runs, given by directory, in the order of the policies, compared with the first of them.
 
-    Args:
-        runs: their directories.
-        out: a picture or page to write.
-        as_json: whether to return the table as JSON.
-
-    Raises:
-        UserError: a run does not exist or is given twice, or the file cannot be drawn.
+    ``out`` is a picture or page to write.
     """
     files.check(out)
     places = [Path(run).resolve() for run in runs]
@@ -61,9 +55,7 @@ def _place(trace: Trace) -> int:
 def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
     """Runs the pipeline under each preset, one process after another, and returns the runs' directories.
 
-    Raises:
-        ConfigError: ``policy`` or ``name`` is among the overrides.
-        DataflowError: a run failed; its own command has printed the reason.
+    The overrides may not set ``policy`` or ``name``. If a run fails, its own command has printed the reason.
     """
     given = [text for text in overrides if text.split("=")[0] in ("policy", "name")]
     if given:

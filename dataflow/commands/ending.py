@@ -16,11 +16,7 @@ _LONGEST_LINE = 2000
 
 
 def act(options: argparse.Namespace) -> int:
-    """Runs one command; prints an error as one line.
-
-    Returns:
-        The exit code, see :func:`dataflow.cli.main`.
-    """
+    """Runs one command; prints an error as one line. Returns the exit code, see :func:`dataflow.cli.main`."""
     with stopping:
         try:
             code = int(options.act(options) or 0)

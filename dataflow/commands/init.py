@@ -19,12 +19,7 @@ _TEXT = ".txt"
 def init(directory: str) -> int:
     """Writes the project; prints what to do next, and returns the exit code.
 
-    Args:
-        directory: to write it to; made if it does not exist, and empty or without any of its files otherwise.
-
-    Raises:
-        ConfigError: a file exists, or the directory cannot be written.
-        RunError: a file cannot be written.
+    The directory is made if it does not exist; otherwise none of the project's files may be in it.
     """
     place = Path(directory).expanduser()
     project = sorted(path for path in Path(str(files(__package__)), "project").iterdir() if path.is_file())

@@ -75,9 +75,6 @@ class PolicyConfig(Section):
         """Returns the preset for ``mini_batches`` optimizer steps per step, with the given numbers overridden.
 
         For auto, that is the policy of its first step.
-
-        Raises:
-            PolicyError: no preset of that name, or a number that does not fit.
         """
         from dataflow.policy import SchedulingPolicy, preset
 

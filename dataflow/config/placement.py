@@ -19,10 +19,8 @@ SHARED, ENGINE, TRAINER = POOLS
 def placed(pipeline: Pipeline, placement: Placement) -> Pipeline:
     """Returns the same stages on the GPU pools of a placement.
 
-    The stages on the engine's pool are those that read or write the weights that the rollout samples from.
-
-    Raises:
-        PipelineError: the pipeline has no stage that samples from weights of an earlier step, or none on GPUs.
+    The stages on the engine's pool are those that read or write the weights that the rollout samples from. A pipeline
+    without a stage that samples from weights of an earlier step, or without stages on GPUs, is a PipelineError.
     """
     weights = {read.field for s in pipeline.stages if s.streams for read in s.reads if read.lag == "carried"}
     if not weights or not any(s.on in POOLS for s in pipeline.stages):

@@ -192,13 +192,9 @@ class SourceConfig(RewardConfig):
 
 
 class Source(NamedTuple):
-    """The sections of one reward agent.
+    """The sections of one reward agent; the judge is used where there is no ``custom`` function.
 
-    Attributes:
-        name: of the agent, of its service, and of the resource on which its rewards are collected.
-        options: how requests are sent.
-        custom: the user's reward function.
-        judge: used where there is none.
+    ``name`` is that of the agent, of its service, and of the resource on which its rewards are collected.
     """
 
     name: str
@@ -208,11 +204,7 @@ class Source(NamedTuple):
 
 
 def sources_of(config: Any) -> Iterator[Source]:
-    """Yields the reward agents that a configuration describes, ``reward`` first.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-    """
+    """Yields the reward agents of a :class:`~dataflow.config.run.RunConfig`, ``reward`` first."""
     yield Source(MAIN, config.reward, config.custom_reward_function, config.judge)
     for name in type(config).model_fields:
         section = getattr(config, name)
@@ -221,12 +213,7 @@ def sources_of(config: Any) -> Iterator[Source]:
 
 
 def model_of(config: Any, source: Source) -> str | None:
-    """Returns the name of the reward model that scores an agent's requests; None if none does.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-        source: the agent's sections.
-    """
+    """Returns the name of the reward model that scores an agent's requests; None if none does."""
     if source.custom.path is not None:
         return None
     if source.options.model is not None:
@@ -238,12 +225,7 @@ def model_of(config: Any, source: Source) -> str | None:
 
 
 def asked_of(config: Any, source: Source) -> str | None:
-    """Returns the name of the reward model whose address an agent's function gets; None without a function or model.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-        source: the agent's sections.
-    """
+    """Returns the name of the reward model whose address an agent's function gets; None without a function or model."""
     models = config.reward.models
     if source.custom.path is None or not models:
         return None
@@ -259,11 +241,7 @@ def concurrency_of(config: Any, source: Source) -> int:
 
 
 def source_of(config: Any, name: str) -> Source:
-    """Returns the sections of a reward agent.
-
-    Raises:
-        ConfigError: the configuration has no agent of this name.
-    """
+    """Returns the sections of the reward agent of this name; a ConfigError says that there is none."""
     sources = {source.name: source for source in sources_of(config)}
     if name not in sources:
         raise ConfigError(

@@ -79,9 +79,8 @@ class ServedModelConfig(Section):
     def serve_at(self, base: str, servers: tuple[str, ...]) -> None:
         """Sets where it is while the run serves it.
 
-        Args:
-            base: URL for requests: of the only server, or of the router.
-            servers: URLs of the servers, where they are known.
+        ``base`` is the URL of the only server or of the router; ``servers`` are those of the servers, where they are
+        known.
         """
         self._base, self._servers = base, servers
 

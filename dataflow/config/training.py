@@ -98,11 +98,7 @@ class TrainedConfig(Section):
         return self
 
     def check_ranks(self, world: int) -> None:
-        """Checks that copies of the model fit the trainer's ranks, ``world`` of them.
-
-        Raises:
-            ConfigError: they do not.
-        """
+        """Checks that copies of the model fit the trainer's ranks, ``world`` of them."""
         if self.fsdp_size is not None and world % self.fsdp_size:
             raise ConfigError(
                 f"{self.section}.fsdp_size={self.fsdp_size} does not divide trainer.world_size={world}; give a divisor "
@@ -158,11 +154,7 @@ class CriticConfig(TrainedConfig):
     """How token losses are aggregated."""
 
     def check_mini_batches(self, policy: SchedulingPolicy, prompts: int) -> None:
-        """Checks that the critic's own mini-batches are of whole groups, and the policy's parts of whole mini-batches.
-
-        Raises:
-            PolicyError: the message lists the valid numbers.
-        """
+        """Checks that the critic's mini-batches are of whole groups, and the policy's parts of whole mini-batches."""
         from dataflow.policy import check_batch, check_split
 
         if self.mini_batches is not None:

@@ -37,9 +37,6 @@ def images_of(row: Mapping[str, Any], key: str, label: str, home: Path) -> list[
     """Returns the images in a column of a row, each as ``bytes`` or ``path``, after a check of their form and number.
 
     Relative paths count from ``home``, the folder of the data file.
-
-    Raises:
-        DataError: a cell is no image, or there are more or fewer images than places for them in the messages.
     """
     cells = row.get(key) or []
     try:
@@ -68,11 +65,7 @@ def _image_of(cell: Any, home: Path) -> dict[str, Any]:
 
 
 def opened(images: Sequence[Mapping[str, Any]], label: str) -> list[Any]:
-    """Returns the images as PIL's, in RGB.
-
-    Raises:
-        DataError: one cannot be read; the message has its file or its number in the row.
-    """
+    """Returns the images as PIL's, in RGB; a DataError names the file of one, or its number in the row."""
     from PIL import Image
 
     pictures = []

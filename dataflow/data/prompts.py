@@ -40,11 +40,7 @@ class Problems(NamedTuple):
 
 
 def read_problems(data: Any) -> tuple[Problems, Problems]:
-    """Returns the training and the held-out problems that section ``data`` names.
-
-    Raises:
-        DataError: a file is missing or holds a bad row.
-    """
+    """Returns the training and the held-out problems that section ``data`` names."""
     from dataflow.models.problems import generate
 
     made = generate(0 if data.train else data.train_size, 0 if data.val else data.val_size, PROBLEM_SEED)
@@ -66,13 +62,7 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
 def load_prompts(
     config: Any, train: Problems, val: Problems, schemas: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[PromptSource, PromptSource]:
-    """Returns the prompts of a run, training and held-out; ``model.path`` is a local directory.
-
-    Raises:
-        ConfigError: a prompt with the longest response does not fit into one pass of the trainer.
-        DataError: a prompt is too long, or there are too few.
-        ModelError: the tokenizer cannot be loaded or has no chat template.
-    """
+    """Returns the prompts of a run, training and held-out; ``model.path`` is a local directory."""
     path, data = config.model.path, config.data
     tokenizer = load_chat_tokenizer(path, data.apply_chat_template_kwargs)
     processor = Processor(path, data.apply_chat_template_kwargs) if takes_images(path) else None
@@ -160,10 +150,7 @@ class PromptSource:
     def check_fits(self, room: Room, response: int, most: int | None = None) -> None:
         """Checks that the model can read each prompt with a response of up to ``response`` tokens.
 
-        Raises:
-            DataError: it is longer than the model can read.
-            ModelError: the model has fewer tokens than the tokenizer.
-            ConfigError: it is longer than the ``most`` tokens that one pass of the trainer takes.
+        ``most`` tokens fit into one pass of the trainer; None for any number.
         """
         prompt = max(self._prompts, key=lambda each: len(each.ids))
         whole = len(prompt.ids) + response
@@ -187,11 +174,7 @@ class PromptSource:
     def _tokenized(
         self, problems: Problems, tokenizer: Any, schemas: Sequence[Mapping[str, Any]] | None
     ) -> list[np.ndarray]:
-        """Returns each row's token ids, int32.
-
-        Raises:
-            DataError: the chat template refuses a row, or its images cannot be read.
-        """
+        """Returns each row's token ids, int32."""
         found: list[np.ndarray] = []
         for begin in range(0, len(problems.rows), _TOGETHER):
             rows, labels = problems.rows[begin : begin + _TOGETHER], problems.labels[begin : begin + _TOGETHER]
@@ -212,11 +195,7 @@ class PromptSource:
         return found
 
     def _seen(self, row: Mapping[str, Any], label: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Returns the messages of a row with its images in their places, and the images.
-
-        Raises:
-            DataError: the model takes no images, or one cannot be read.
-        """
+        """Returns the messages of a row with its images in their places, and the images."""
         images = row.get(IMAGES)
         if not images:
             return [dict(message) for message in row["prompt"]], []
@@ -229,11 +208,7 @@ class PromptSource:
         return with_pictures(row["prompt"], pictures), pictures
 
     def _fitting(self, prompts: list[_Prompt], data: Any) -> list[_Prompt]:
-        """Returns the prompts with at most ``data.max_prompt_length`` tokens; longer ones are dropped or cut.
-
-        Raises:
-            DataError: one is longer, and shall be neither; or all would be dropped.
-        """
+        """Returns the prompts with at most ``data.max_prompt_length`` tokens; drops, cuts or refuses longer ones."""
         limit = data.max_prompt_length
         long = [prompt for prompt in prompts if len(prompt.ids) > limit]
         if long and data.filter_overlong_prompts:

@@ -30,19 +30,10 @@ _FORMS = (
 
 
 def load_rows(path: Path, image_key: str = IMAGES) -> tuple[list[dict[str, Any]], list[str]]:
-    """Reads a data file.
+    """Returns the rows of a data file in verl's schema, with any images, and a label of each (file and line).
 
-    Args:
-        path: ``.jsonl`` with ``question`` and an ``answer`` ending in ``#### N``, or ``.parquet`` or ``.jsonl`` of
-            verl's schema.
-        image_key: the column of images.
-
-    Returns:
-        Rows of verl's schema, with images (:func:`dataflow.data.pictures.images_of`) if they have any; and a label of
-            each for messages (file and line).
-
-    Raises:
-        DataError: the file is missing, of another kind or empty, or a row is invalid.
+    The file is ``.jsonl`` with ``question`` and an ``answer`` ending in ``#### N``, or ``.parquet`` or ``.jsonl`` of
+    verl's schema.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{path}: unknown kind of data file; give a .jsonl or a .parquet file.")
@@ -96,13 +87,7 @@ def verl_rows(
 ) -> list[dict[str, Any]]:
     """Returns rows, checked, with only the columns that are read; problems become rows as in verl's own script.
 
-    Args:
-        given: rows of verl's schema, or problems (``question``, ``answer``), whose ``data_source`` is ``source``.
-        labels: of each, for messages.
-        image_key, home: see :func:`~dataflow.data.pictures.images_of`.
-
-    Raises:
-        DataError: a row is invalid.
+    ``given`` are rows of verl's schema, or problems (``question``, ``answer``), whose ``data_source`` is ``source``.
     """
     found = []
     for index, (row, label) in enumerate(zip(given, labels, strict=True)):

@@ -29,16 +29,9 @@ _PLAIN: dict[str, Any] = {"color": "#8A8A8A", "linewidth": 1.1}
 def draw_graph(
     pipeline: Pipeline, graph: TaskGraph | None, path: Path, seconds: Mapping[str, float] | None = None
 ) -> None:
-    """Draws the stages of a pipeline, or the tasks of a graph if one is given.
+    """Draws the stages of a pipeline, or the tasks of an unrolled graph, into a ``.mmd``, ``.svg`` or ``.png`` file.
 
-    Args:
-        pipeline: the pipeline.
-        graph: an unrolled graph to draw instead of the stages, as mermaid text alone.
-        path: file name ending in ``.mmd``, ``.svg`` or ``.png``.
-        seconds: stage -> seconds, see :func:`critical_path`.
-
-    Raises:
-        ConfigError: the file name has another ending.
+    Tasks are drawn as mermaid text alone. For ``seconds`` see :func:`critical_path`.
     """
     check_out(path, tasks=graph is not None)
     shown = stages(pipeline) if graph is None else graph.window()
@@ -53,11 +46,7 @@ def draw_graph(
 
 
 def check_out(path: Path, tasks: bool) -> None:
-    """Checks that a graph, of tasks or of stages, can be drawn into a file.
-
-    Raises:
-        ConfigError: the file name has another ending, or the file cannot be written.
-    """
+    """Checks that a graph, of tasks or of stages, can be drawn into a file."""
     kinds = ".mmd (mermaid)" if tasks else ".mmd (mermaid), .svg or .png"
     if path.suffix.lower() not in ((".mmd",) if tasks else (".mmd", ".svg", ".png")):
         raise ConfigError(f"-o {path}: give a name in {kinds}{', as tasks are drawn by that alone' * tasks}.")
@@ -79,11 +68,8 @@ def stages(pipeline: Pipeline) -> nx.DiGraph:
 def critical_path(pipeline: Pipeline, graph: nx.DiGraph, seconds: Mapping[str, float] | None = None) -> list[Any]:
     """Returns the nodes of the critical path, first to last.
 
-    Args:
-        pipeline: of the graph.
-        graph: as of :func:`stages`, or of ``TaskGraph.window``.
-        seconds: stage -> seconds of all its tasks in one step, 0 for stages left out. By default all stages take
-            equally long.
+    ``graph`` is that of :func:`stages`, or of ``TaskGraph.window``. ``seconds`` are of all tasks of a stage in one
+    step, 0 for stages left out; by default all stages take equally long.
     """
     import networkx as nx
 

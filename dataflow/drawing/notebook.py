@@ -12,12 +12,9 @@ Draw = Callable[[Path], object]
 
 
 def shown(text: str, draw: Draw | None = None, what: str = "") -> str:
-    """Returns HTML of a text, below a picture.
+    """Returns HTML of a text, in a font of even width, below a picture that ``draw`` writes into a ``.png`` file.
 
-    Args:
-        text: shown as it is, in a font of even width.
-        draw: writes the picture into a file that ends in ``.png``; None for none.
-        what: what the picture shows, for those who cannot see it.
+    ``what`` says what the picture shows, for those who cannot see it.
     """
     picture = ""
     if draw is not None:

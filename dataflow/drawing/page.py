@@ -40,10 +40,7 @@ def card(title: str, body: str, kind: str = "") -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], looks: Sequence[str] = ()) -> str:
     """Returns a table, in a box in which it scrolls where the page is too narrow for it.
 
-    Args:
-        head: HTML of the cells above the columns; none if empty.
-        rows: HTML of the cells.
-        looks: a class for each row, or "".
+    The cells are HTML; an empty ``head`` gives none. ``looks`` is a class for each row, or "".
     """
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(

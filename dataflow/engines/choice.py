@@ -16,15 +16,8 @@ benchmarks/rollout.py on two cores: vLLM has 0.8 of the tokens/s with 0.5 millio
 def rollout_engine(name: str, own_process: bool = True, device: str = "cpu", parameters: int | None = None) -> str:
     """Returns which rollout engine that name means here: ``hf``, ``vllm`` or ``http``.
 
-    Args:
-        name: one of these, or ``auto`` for vLLM if it can be used, and is faster with a model of that size.
-        own_process: whether the engine has a process of its own. vLLM needs one, since it changes the number of
-            threads and the garbage collector of its process.
-        device: ``cpu`` or ``cuda``; a build of vLLM supports one of them.
-        parameters: of the model; None if they are not known.
-
-    Raises:
-        ConfigError: vLLM is not installed or cannot be used here.
+    ``auto`` is vLLM if it can be used, and is faster with a model of so many ``parameters`` (None: not known). vLLM
+    needs ``own_process``, since it changes the number of threads and the garbage collector of its process.
     """
     if name == "auto":
         return "hf" if why_transformers(own_process, device, parameters) else "vllm"

@@ -214,10 +214,7 @@ def _settle(ended: asyncio.Future[Sample], found: Sample | Exception) -> None:
 
 
 def _uniforms(seed: Sequence[int], long: int) -> np.ndarray:
-    """Returns the numbers in [0, 1) that decide each token, float64 ``[long]``.
-
-    The t-th number depends on the seed alone, not even on ``long``.
-    """
+    """Returns the numbers in [0, 1) that decide each token; the t-th depends on the seed, not even on ``long``."""
     entropy = [part % 2**64 for part in seed]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy))).random(long)
 
@@ -225,16 +222,10 @@ def _uniforms(seed: Sequence[int], long: int) -> np.ndarray:
 def _draw_tokens(
     logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, undrawn: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token for each row by inverting the distribution function.
+    """Draws a token for each row by inverting the distribution function at its number in [0, 1) in ``uniform``.
 
-    Args:
-        logits: ``[rows, vocabulary]``.
-        uniform: numbers in [0, 1), float64 ``[rows]``.
-        sampling: how to draw.
-        undrawn: tokens that are never drawn; a cut as the others are, so log-probs count them.
-
-    Returns:
-        The tokens int64 ``[rows]``, and their log-probs before any cut float32 ``[rows]``.
+    Returns the tokens, and their log-probs before any cut. ``undrawn`` tokens are never drawn; they are a cut as the
+    others are, so log-probs count them.
     """
     scaled = logits.float() / (sampling.temperature or 1.0)
     allowed = scaled

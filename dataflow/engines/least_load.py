@@ -17,16 +17,8 @@ class LeastLoad(Generic[S]):
 
     A group goes to the server with the fewest samples, the first one among equals, and all of it there, later turns of
     its conversations too, as they share the beginning of their prompt in that server's prefix cache. When that server
-    is full, they take a slot of another one that no other samples take.
-
-    Args:
-        servers: all of them.
-        slots: samples at one server.
-        wait_s: seconds that samples wait while no server is in use.
-        lost: makes the error that they end with then.
-
-    Attributes:
-        open: the servers in use, in their order; at first all.
+    is full, they take a slot of another one that no other samples take. ``open`` has the servers in use, at first all;
+    samples that wait ``wait_s`` seconds while there is none end with the error that ``lost`` makes.
     """
 
     def __init__(
@@ -40,11 +32,7 @@ class LeastLoad(Generic[S]):
         self._limit: asyncio.TimerHandle | None = None
 
     async def take(self, group: Hashable) -> S:
-        """Returns the server for a sample of a group, which must be given back; waits until one has a slot.
-
-        Raises:
-            Exception: ``lost()``, as no server was in use for too long.
-        """
+        """Returns the server for a sample of a group, which must be given back; waits until one has a slot."""
         coming: asyncio.Future[S] = asyncio.get_running_loop().create_future()
         self._waiting[coming] = group
         self._assign()

@@ -15,14 +15,7 @@ from dataflow.errors import DataflowError, ModelError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's vocabulary.
-
-    Attributes:
-        tokenizer: transformers'.
-        ends: ids that end a response.
-        pad: the id to pad with.
-        size: number of token ids.
-    """
+    """A model's vocabulary: ``ends`` are the ids that end a response, ``size`` is the number of token ids."""
 
     tokenizer: Any
     ends: list[int]
@@ -48,11 +41,7 @@ def loading(model: str) -> Iterator[None]:
 
 
 def read_vocabulary(model: str) -> tuple[Vocabulary, Any]:
-    """Returns a model's vocabulary and its configuration, without its weights.
-
-    Raises:
-        ModelError: they cannot be read, or no token ends a response.
-    """
+    """Returns a model's vocabulary and its configuration, without its weights."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     with loading(model):
@@ -86,9 +75,9 @@ def auto_class(config: Any) -> Any:
 def add_mean(model: torch.nn.Module) -> None:
     """Gives the outputs of a model's vision tower, if it has one, a mean, which verl asks for.
 
-    verl replaces the forward of Qwen's classes in its process: of tokens without an image it sends zeros through the
-    tower, so that all ranks gather its weights, and adds 0 times the output's mean. The output of transformers 5 is an
-    object with several tensors, which has none (verl 0.9.1).
+    verl sends zeros through the tower for tokens without an image, so that all ranks gather its weights, and adds 0
+    times the output's mean. The output of transformers 5 is an object with several tensors, which has none (verl
+    0.9.1).
     """
 
     def with_mean(_tower: Any, _inputs: Any, output: Any) -> None:
@@ -115,9 +104,8 @@ class WeightNames:
     def pick(self, weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
         """Returns the weights; tied ones once, under the first of their names (the embedding's).
 
-        Raises:
-            DataflowError: a name is unknown or missing, or a shape differs. vLLM would keep the old value of a weight
-                that is missing.
+        Raises DataflowError if a name is unknown or missing, or a shape differs: vLLM would keep the old value of a
+        weight that is missing.
         """
         picked: dict[str, torch.Tensor] = {}
         for name, value in weights.items():

@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 class Request:
     """A requested sample.
 
-    Attributes:
-        prompt: token ids.
-        sampling: how to draw.
-        seed: of its random numbers.
-        group, index: of the sample.
-        shown: what the prompt shows beside its text, in the engine's own form; None for a model of text.
+    ``shown`` is what the prompt shows beside its text, in the engine's own form; None for a model of text.
     """
 
     prompt: list[int]

@@ -30,16 +30,10 @@ SHOWN = "multi_modal_inputs"
 
 
 def with_shown(places: torch.Tensor, shown: Sequence[Any], wide: int) -> torch.Tensor:
-    """Returns the positions of tokens for a model that takes images, in verl's four rows.
+    """Returns the positions of tokens for a model that takes images, in verl's four rows, ``[rows, 4, wide + R]``.
 
-    Args:
-        places: of the tokens in the text, int64 ``[rows, wide + R]``.
-        shown: what the prompt of each row shows; ``positions`` int64 ``[3, tokens]`` are those of its own tokens.
-        wide: the length that prompts are left-padded to.
-
-    Returns:
-        int64 ``[rows, 4, wide + R]``: the places, then time, height and width, which a response counts on from the
-        largest one of its prompt.
+    They are the places in the text, ``[rows, wide + R]``, then time, height and width. For a prompt, left-padded to
+    ``wide`` tokens, these are the ``positions`` of what it shows; a response counts on from the largest one.
     """
     found = places[:, None].repeat(1, 4, 1)
     for row, one in enumerate(shown):
@@ -52,9 +46,7 @@ def with_shown(places: torch.Tensor, shown: Sequence[Any], wide: int) -> torch.T
 def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: Any, pad: int) -> Batch:
     """Returns samples as rows, see :meth:`~dataflow.engines.base.RolloutEngine.batch`, padded with ``pad``.
 
-    Raises:
-        DataflowError: there is no sample, groups differ in size, a response is longer than ``length``, or its log-probs
-            or mask are not those of its tokens.
+    Raises DataflowError if the samples do not fit together, or one is longer than ``length``.
     """
     if not samples:
         raise DataflowError("rollout: no sample to make a batch of.")
@@ -112,11 +104,7 @@ def _mask(rows: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
 
 
 def _in_order(prompts: Batch, samples: Sequence[Sample]) -> tuple[list[Sample], np.ndarray, int]:
-    """Returns samples in the order of the prompts and of their groups, the prompt of each, and the size of a group.
-
-    Raises:
-        DataflowError: groups differ in size.
-    """
+    """Returns samples in the order of the prompts and of their groups, the prompt of each, and the size of a group."""
     place = {group: at for at, group in enumerate(prompts.ids)}
     owner, index = (np.array(each) for each in zip(*((place[s.group], s.index) for s in samples), strict=True))
     order = np.lexsort((index, owner))
@@ -129,11 +117,7 @@ def _in_order(prompts: Batch, samples: Sequence[Sample]) -> tuple[list[Sample], 
 
 
 def _check_lengths(rows: Sequence[Sample], tokens: np.ndarray) -> None:
-    """Checks that each sample has as many log-probs, and values of its mask, as tokens.
-
-    Raises:
-        DataflowError: one has not.
-    """
+    """Checks that each sample has as many log-probs, and values of its mask, as tokens."""
     each = {
         "log-probs": [len(sample.log_probs) for sample in rows],
         "values of a mask": [len(sample.tokens if sample.mask is None else sample.mask) for sample in rows],

@@ -20,13 +20,12 @@ class Report:
     Attributes:
         begin, end: of the call, in seconds of the executor's clock (``now``).
         groups: ids that the task chose, if its stage collects.
-        metrics: logged by the stage function.
         marks: spans and levels inside the task, for the trace.
         facts: arguments of the task's span in the trace.
         written: group ids of each field that holds a Batch.
         held: the groups that it leaves in the memory of its service, if its stage replays.
-        logged: level and text of the warnings and errors that the process logged since its last report, if it has
-            no terminal of its own.
+        logged: level and text of the warnings and errors that the process logged since its last report, if it has no
+            terminal of its own.
     """
 
     begin: float
@@ -52,13 +51,10 @@ class Done:
 
 @dataclass
 class Chunk:
-    """Groups that a streaming task emitted before its end.
+    """Groups that a streaming task emitted before its end, ``at`` seconds of the executor's clock.
 
-    Attributes:
-        id: the task's step and stage, with the chunk's number and the number of chunks.
-        at: when it was emitted, in seconds of the executor's clock.
-        groups: ids in the chunk.
-        values: a handle per field that the stage writes.
+    ``id`` is the task's step and stage, with the chunk's number and the number of chunks; ``values`` has a handle per
+    field that the stage writes.
     """
 
     id: TaskId
@@ -69,11 +65,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StageCall:
-    """One call of a stage function, as it travels to the process that runs it.
+    """One call of a stage function, as it travels to the process that runs it, which has the function.
 
     Attributes:
-        stage: name of the stage; the process has its function.
-        info: the task as the function sees it.
         layout: for each field its name, the number of values that make it up, and whether to pass it as it is (a
             state).
         groups: ids to select from the values; None for all.
@@ -97,9 +91,7 @@ class Executor(Protocol):
     async def open(self, pipeline: Pipeline, hosts: Mapping[str, Hosted] = ALONE) -> None:
         """Builds the services of the pipeline, and others that no stage uses; may be called again with further stages.
 
-        Args:
-            pipeline: whose stages will run.
-            hosts: of the others, by name; :meth:`ask` calls their methods.
+        ``hosts`` are those others, by name: :meth:`ask` calls their methods.
         """
         ...
 
@@ -126,8 +118,7 @@ class Executor(Protocol):
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:
         """Calls a method of a service on all its ranks and returns the first rank's answer.
 
-        Raises:
-            NotOffered: the service has no such method.
+        Raises NotOffered if the service has no such method.
         """
         ...
 

@@ -122,23 +122,13 @@ async def run_stage(
     thread: Executor | None = None,
     own: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[Report, tuple[Any, ...]]:
-    """Runs a stage function, the same in this process and in a worker.
+    """Runs a stage function, in this process or in a worker; returns its report and a value per field that it writes.
 
     Args:
-        stage: the stage to call.
-        call: what to run it on.
         values: of the fields, then of the chunks that the task has emitted already.
-        services: services in this process, by parameter name.
         now: returns seconds of the executor's clock.
-        on_chunk: called with each chunk that the function emits.
         thread: that runs a plain function; None runs it at once, on the event loop.
         own: copies what the function reads and returns, where these are objects of other tasks, too.
-
-    Returns:
-        The report, and a value per field that the stage writes.
-
-    Raises:
-        DataflowError: the values do not fit the stage's fields or its input.
     """
     begin = now()
     wide = len(stage.writes)

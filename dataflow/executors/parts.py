@@ -41,11 +41,7 @@ class _Step:
 
 
 class Parts:
-    """The groups of the unfinished steps: those that exist, and those named in parts so far.
-
-    Args:
-        graph: whose tasks form parts and emit chunks.
-    """
+    """The groups of the unfinished steps: those that exist, and those named in parts so far."""
 
     def __init__(self, graph: TaskGraph) -> None:
         self._pipeline = graph.pipeline
@@ -90,10 +86,8 @@ class Parts:
     ) -> None:
         """Checks and records the groups of a task that ended.
 
-        Args:
-            task: the task.
-            groups: that it named, if it forms parts.
-            written: the groups of each field it wrote, where that is a Batch.
+        ``groups`` are those that it named, if it forms parts; ``written`` those of each field it wrote, where that is a
+        Batch.
         """
         written = written or {}
         if task.emits > 1:

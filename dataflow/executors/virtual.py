@@ -19,7 +19,6 @@ class End:
     """The end of a task, in seconds of the virtual clock.
 
     Attributes:
-        at: when it ends.
         begin: when its work begins, if later than its start; the time between is the way to its worker.
         groups: ids that it chose, if its stage collects.
         chunks: (time, group ids) of each chunk that it emits, in order of time.
@@ -42,12 +41,8 @@ def chunks_of(
 ) -> tuple[tuple[float, tuple[int, ...] | None], ...]:
     """Returns (time, group ids) of each chunk that a task emits between ``begin`` and ``end``; none unless it streams.
 
-    Args:
-        task: the task.
-        groups: number of groups in a step.
-        begin: start of its work, in seconds.
-        end: end of its work, in seconds.
-        ends: the fraction of that time after which each group is complete, in order; spread evenly if empty.
+    ``groups`` is the number of groups in a step. ``ends`` are the fractions of that time after which each group is
+    complete, in order; they are spread evenly if it is empty.
     """
     n = task.emits
     if n == 1:
@@ -67,10 +62,7 @@ class Costs(ABC):
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End | None:
         """Returns the end of a task that starts at ``now``; None if it is not known yet.
 
-        Args:
-            task: the task.
-            groups: ids that it works on; None for all groups of the step.
-            now: seconds of the virtual clock.
+        ``groups`` are ids that it works on; None for all groups of the step.
         """
 
     def advance(self, until: float) -> tuple[TaskId, End] | None:

@@ -15,16 +15,10 @@ from dataflow.importing.script import MARK, launch_of, main_of
 
 
 def run(words: Sequence[str], out: str | None = None, keys: bool = False) -> str:
-    """Returns what the command prints.
+    """Returns what the command prints: the script, or what was written to ``out``.
 
-    Args:
-        words: the launch (:func:`import_launch`); options may follow it: ``-o FILE``, ``--keys``.
-        out: file to write the script to; None prints it.
-        keys: only the table of verl's keys.
-
-    Raises:
-        ConfigError: an option has no value, or the launch cannot be imported; then no file is written.
-        RunError: the file cannot be written.
+    With ``keys`` that is the table of verl's keys. In ``words``, the options ``-o FILE`` and ``--keys`` may follow the
+    launch (:func:`import_launch`). Nothing is written if the launch cannot be imported.
     """
     launch = []
     rest = iter(words)
@@ -52,12 +46,8 @@ def run(words: Sequence[str], out: str | None = None, keys: bool = False) -> str
 def import_launch(words: Sequence[str]) -> Imported:
     """Returns our overrides for a launch of verl.
 
-    Args:
-        words: a shell script or a resolved configuration (.yaml), and further overrides of verl; or the launch itself,
-            ``python -m verl.trainer.main_ppo key=value ...``.
-
-    Raises:
-        ConfigError: there is no launch, or it cannot be read, or not be run here.
+    The words are a shell script or a resolved configuration (.yaml), and further overrides of verl; or the launch
+    itself, ``python -m verl.trainer.main_ppo key=value ...``.
     """
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ConfigError(

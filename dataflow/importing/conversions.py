@@ -31,11 +31,9 @@ _ALL = 10**9
 
 
 class NoCounterpart(Exception):
-    """A value has no counterpart here although its key has one; the message says what to do instead.
+    """A value has no counterpart here although its key has one.
 
-    Args:
-        reason: part of a sentence.
-        ours: what is set nevertheless.
+    The reason is part of a sentence and says what to do instead; ``ours`` is what is set nevertheless.
     """
 
     def __init__(self, reason: str, ours: Ours | None = None) -> None:

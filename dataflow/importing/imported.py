@@ -63,14 +63,12 @@ class Imported:
     """What a launch becomes.
 
     Attributes:
-        source: its name.
         pipeline: the file that runs it.
-        overrides: by key.
+        unknown: variables of the launch that are not known here, with the reason.
         mapped: keys with a counterpart, those that the launch sets.
         lost: keys whose values have no counterpart.
-        missing: our keys whose values only the machine of the launch knows, with the reason; ``open`` has their values
-            as far as they are known.
-        unknown: variables of the launch with a reason that are not known here.
+        missing: our keys whose values only the machine of the launch knows, with the reason.
+        open: their values as far as they are known.
     """
 
     source: str
@@ -136,15 +134,9 @@ def _shell(text: str) -> str:
 
 
 def import_settings(settings: Settings, source: str, unknown: Mapping[str, str]) -> Imported:
-    """Returns our overrides for the settings of a launch of verl.
+    """Returns our overrides for all settings of a launch of verl; messages name it by ``source``.
 
-    Args:
-        settings: of verl, all of them.
-        source: name of the launch, for messages.
-        unknown: variables that are not known here, for which marks stand in the values, with the reason.
-
-    Raises:
-        ConfigError: a value is wrong, or our configuration cannot be built from what it becomes.
+    ``unknown`` has variables that are not known here, for which marks stand in the values, with the reason.
     """
     critic = settings.get("algorithm.adv_estimator", marked=True) == "gae" or settings.get("critic.enable", marked=True)
     found = Imported(source, PPO if critic else GRPO, unknown)

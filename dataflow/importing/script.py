@@ -64,12 +64,9 @@ _CONDITION = re.compile(r"(?m)^.*(?:\[\s|\btest\s|\bcase\s).*$")
 
 
 class Launch(NamedTuple):
-    """A launch that was found.
+    """A launch that was found: the arguments of ``main_ppo``, and its line in the script.
 
-    Attributes:
-        arguments: of ``main_ppo``, with :data:`MARK` for what is not known.
-        line: of the script.
-        unknown: why it is not known, by the name of each mark.
+    :data:`MARK` stands for what is not known; ``unknown`` says why, by the name of each mark.
     """
 
     arguments: list[str]
@@ -93,16 +90,9 @@ def main_of(words: Sequence[str]) -> int | None:
 
 
 def launch_of(text: str, path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """Returns the launch of verl in a script.
+    """Returns the only launch of verl in a script that is started with these arguments and this environment.
 
-    Args:
-        text: of the script.
-        path: of the script, as the script sees it.
-        arguments: that the script would be started with; those that it does not pass on are put behind the launch.
-        environment: likewise.
-
-    Raises:
-        ConfigError: there is no launch of ``verl.trainer.main_ppo``, or several.
+    ``path`` is the script's as it sees it itself. Arguments that it does not pass on are put behind the launch.
     """
     found, said = _launches(_neutral(text), path, arguments, environment)
     if not found:  # the files that it looks for may be on the machine of the launch

@@ -28,10 +28,7 @@ BASES = {
 class Missing(Exception):
     """A value that only the machine of the launch knows; the message says which, as part of a sentence.
 
-    Args:
-        reason: part of a sentence.
-        key: of ours that it leaves open; None for that of the table.
-        ours: what is known nevertheless.
+    ``key`` is the one of ours that it leaves open, None for that of the table; ``ours`` is what is known nevertheless.
     """
 
     def __init__(self, reason: str, key: str | None = None, ours: dict[str, Any] | None = None) -> None:
@@ -41,12 +38,9 @@ class Missing(Exception):
 
 
 class Settings(NamedTuple):
-    """Settings of verl by dotted key.
+    """Settings of verl by dotted key, and verl's own defaults.
 
-    Attributes:
-        values: of all keys.
-        given: the keys that the launch sets, or that differ from verl's defaults in a file.
-        defaults: verl's own values.
+    ``given`` has the keys that the launch sets, or that differ from verl's defaults in a file.
     """
 
     values: dict[str, Any]
@@ -56,13 +50,7 @@ class Settings(NamedTuple):
     def get(self, key: str, default: Any = None, marked: bool = False) -> Any:
         """Returns the value of a key; ``default`` for null and for a key that is not set.
 
-        Args:
-            key: of verl.
-            default: its value otherwise.
-            marked: whether a text may hold marks of what is not known here.
-
-        Raises:
-            Missing: it holds one.
+        A text that holds marks of what is not known here raises :class:`Missing`, unless it may be ``marked``.
         """
         value = self.values.get(key)
         if not marked and isinstance(value, str) and MARK.search(value):
@@ -70,11 +58,7 @@ class Settings(NamedTuple):
         return default if value in (None, "???") else value
 
     def number(self, key: str) -> int:
-        """Returns a whole number of at least 1.
-
-        Raises:
-            ConfigError: it is another value.
-        """
+        """Returns a whole number of at least 1; any other value is a ConfigError."""
         value = self.get(key)
         if type(value) is not int or value < 1:
             raise ConfigError(f"{key}={value}: give a whole number of at least 1 in the launch.")
@@ -83,11 +67,7 @@ class Settings(NamedTuple):
 
 @functools.cache
 def defaults(engine: str) -> dict[str, Any]:
-    """Returns verl's default configuration of an engine, unresolved; imports nothing of verl.
-
-    Raises:
-        ConfigError: verl is not installed.
-    """
+    """Returns verl's default configuration of an engine, unresolved. Needs verl installed, but does not import it."""
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None or importlib.util.find_spec("hydra") is None:
         raise ConfigError(
@@ -99,11 +79,7 @@ def defaults(engine: str) -> dict[str, Any]:
 
 
 def of_launch(arguments: Sequence[str], name: str) -> Settings:
-    """Returns the settings of a launch.
-
-    Raises:
-        ConfigError: an argument is none of Hydra's, or a value does not fit.
-    """
+    """Returns the settings of a launch with these arguments for Hydra."""
     engine, texts = "dp", []
     rest = iter(arguments)
     for argument in rest:
@@ -124,14 +100,9 @@ def of_launch(arguments: Sequence[str], name: str) -> Settings:
 
 
 def of_file(text: str, name: str) -> Settings:
-    """Returns the settings of a resolved configuration.
+    """Returns the settings of a resolved configuration; messages name its file by ``name``.
 
-    Args:
-        text: YAML, as the launch prints it with ``--cfg job --resolve`` or Hydra keeps it in ``.hydra/config.yaml``.
-        name: of the file, for messages.
-
-    Raises:
-        ConfigError: it is no such configuration.
+    It is YAML, as the launch prints it with ``--cfg job --resolve`` or Hydra keeps it in ``.hydra/config.yaml``.
     """
     try:
         given = yaml_values.load(text)

@@ -89,9 +89,6 @@ def check_files(path: Path, kind: str) -> dict[str, Any]:
 
     transformers and vLLM give a model without the head a random one, and go on with that. The kinds are ``chat`` (it
     writes), ``classify`` and ``pooling``.
-
-    Raises:
-        ModelError: there is none or it cannot be read, or the model is of another kind.
     """
     config = read_json(path, "config.json")
     names = config.get("architectures") or []
@@ -105,22 +102,14 @@ def check_files(path: Path, kind: str) -> dict[str, Any]:
 
 
 def labels_of(config: Mapping[str, Any]) -> int | None:
-    """Returns how many numbers a model with a head that scores answers; None if only the engine that serves it knows.
-
-    Args:
-        config: of a reward model, by :func:`check_files`.
-    """
+    """Returns how many numbers a model with a head that scores answers; None if only its engine knows."""
     if all(name.endswith("RewardModel") for name in config["architectures"]):
         return None  # an architecture of vLLM's own, such as Qwen2ForRewardModel
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels") or 2)  # as transformers
 
 
 def headers(path: Path) -> dict[str, list[int]]:
-    """Returns the shape of each weight, from the headers of the safetensors files.
-
-    Raises:
-        ModelError: a file is missing, truncated or corrupt.
-    """
+    """Returns the shape of each weight, from the headers of the safetensors files."""
     from safetensors import safe_open
 
     sharded = not (path / WEIGHTS).is_file() and (path / INDEX).is_file()
@@ -139,11 +128,9 @@ def headers(path: Path) -> dict[str, list[int]]:
 
 
 def check_weights(path: Path) -> None:
-    """Checks the model's weights against its architecture: transformers builds it without memory for them.
+    """Checks that no weight is missing, which would be random, or has another shape than the architecture's.
 
-    Raises:
-        ModelError: transformers cannot build a model from the configuration, or a weight is missing, which would be
-            random, or has another shape.
+    transformers builds the model without memory for its weights.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
@@ -179,11 +166,9 @@ def check_weights(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Room:
-    """The capacity of a model.
+    """The capacity of a model; None where its configuration does not say.
 
-    Attributes:
-        positions: maximum tokens of prompt and response together; None if its configuration does not say.
-        vocabulary: number of token ids; None if its configuration does not say.
+    ``positions`` are the most tokens of prompt and response together, ``vocabulary`` the number of token ids.
     """
 
     positions: int | None
@@ -191,11 +176,7 @@ class Room:
 
 
 def room_of(path: str | Path) -> Room:
-    """Returns the capacity of a model from its configuration; both are None for a directory with only a tokenizer.
-
-    Raises:
-        ModelError: the configuration cannot be read.
-    """
+    """Returns the capacity of a model from its configuration; both are None for a directory with only a tokenizer."""
     if not (Path(path) / "config.json").exists():
         return Room(None, None)
     config = read_json(Path(path), "config.json")
@@ -208,11 +189,7 @@ def room_of(path: str | Path) -> Room:
 
 
 def chat_template(path: Path) -> str:
-    """Returns the chat template in a model's directory, several as one text; "" if there is none.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
+    """Returns the chat template in a model's directory, several as one text; "" if there is none."""
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
     names = [name for name in ("chat_template.json", "tokenizer_config.json") if (path / name).is_file()]
@@ -220,11 +197,7 @@ def chat_template(path: Path) -> str:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of a model's directory.
-
-    Raises:
-        ModelError: there is no such file, or it holds something else.
-    """
+    """Returns the JSON object in a file of a model's directory; raises ModelError if it has none."""
     try:
         return dict(json.loads((path / name).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

@@ -26,11 +26,9 @@ HELD_OUT = 8
 
 @dataclass(frozen=True)
 class Story:
-    """A template with its operations, which apply from left to right to the operands a, b and c.
+    """A template with its one or two operations, which apply from left to right to the operands a, b and c.
 
-    Attributes:
-        text: the question with ``{name}``, ``{item}``, ``{a}``, ``{b}`` and, with two operations, ``{c}``.
-        ops: one or two of ``+``, ``-`` and ``*``.
+    The text has ``{name}``, ``{item}``, ``{a}``, ``{b}`` and, with two operations, ``{c}``.
     """
 
     text: str
@@ -97,15 +95,9 @@ def held_out(question: str) -> bool:
 
 
 def generate(train: int, val: int, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Makes so many problems, all different, half with one operation and half with two.
+    """Makes so many train and held-out problems, all different, half with one operation and half with two.
 
-    Returns:
-        The train and the held-out problems: ``question``, ``answer``, ``story`` (index into STORIES),
-        ``ops`` and ``operands`` (list of int). No train question of any seed is a held-out question of any
-        other.
-
-    Raises:
-        DataError: fewer problems exist than are requested.
+    No train question of any seed is a held-out question of any other.
     """
     return _draw(train, f"train-{seed}", held=False), _draw(val, f"val-{seed}", held=True)
 

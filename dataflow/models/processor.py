@@ -33,11 +33,7 @@ def takes_images(path: str | Path) -> bool:
 
 
 class Processor:
-    """The processor of a model that takes images, with options of its chat template.
-
-    Raises:
-        ModelError: it has no processor, or its processor has no chat template.
-    """
+    """The processor of a model that takes images, with options of its chat template."""
 
     def __init__(self, path: str, options: Mapping[str, Any] | None = None) -> None:
         import transformers
@@ -63,16 +59,11 @@ class Processor:
         self._image = int(config.image_token_id)
 
     def inputs(self, chat: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> tuple[list[int], dict[str, Any], Any]:
-        """Returns what the model reads of a chat.
+        """Returns what the model reads of a chat, whose ``images`` (PIL's in RGB) are in the order of its parts.
 
-        Args:
-            chat: messages, whose contents are text or parts of text and images.
-            images: the images of these parts in their order, as PIL's in RGB.
-
-        Returns:
-            The token ids up to where the model's answer begins, with a token for each patch of an image; the tensors
-            ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` int64 ``[images, 3]``, none without images;
-            the positions, int64 ``[3, tokens]``.
+        These are the token ids up to where the answer begins, with a token for each patch of an image; the tensors
+        ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` int64 ``[images, 3]``, none without images; the
+        positions, int64 ``[3, tokens]``.
         """
         import torch
         from verl.utils.tokenizer import build_multimodal_processor_inputs

@@ -18,10 +18,7 @@ class Size:
     Attributes:
         parameters: weights, tied ones once.
         embeddings: those of them that are no layer's: embedding and head.
-        layers: number of layers.
-        hidden: width of the layers.
-        intermediate: width of their feed-forward part, for one token.
-        vocabulary: number of token ids.
+        intermediate: width of the layers' feed-forward part, for one token.
         cached: numbers in the KV cache for a token.
     """
 
@@ -47,9 +44,7 @@ def count(path: Path) -> int:
 def size_of(path: str | Path) -> Size:
     """Returns the sizes of a model: transformers builds it without memory for its weights, which need not be there.
 
-    Raises:
-        ModelError: the configuration cannot be read.
-        NotChecked: transformers cannot build it, or it is no decoder of the usual form.
+    Raises NotChecked if transformers cannot build it, or it is no decoder of the usual form.
     """
     return _built(str(path), repr(read_json(Path(path), "config.json")))
 

@@ -42,10 +42,8 @@ PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 class Recipe:
     """Everything the cached model depends on; change ``revision`` with the code below.
 
-    Attributes:
-        right, wrong: probabilities of the right and the habitual operation in a story with a wrong habit; other
-            operations share the rest.
-        plain: probability of the right operation in a story without one; other operations share the rest.
+    ``right`` and ``wrong`` are the probabilities of the right and the habitual operation in a story with a wrong habit,
+    ``plain`` that of the right one in a story without; other operations share the rest.
     """
 
     revision: int = 2
@@ -93,18 +91,9 @@ def tiny_model(
 ) -> Path:
     """Returns the directory of the warmed-up model, made on the first call (about a minute on two cores).
 
-    Args:
-        seed: of the warm-up; runs of all seeds share one.
-        cache: where models are kept, ``dataflow/`` in the user's cache directory if None.
-        progress: called with (steps done, steps in all) during the warm-up.
-        recipe: of the model; the default is the model of the default run.
-
-    Returns:
-        A Hugging Face model directory. A killed warm-up leaves none behind. If several processes call this at the same
-        time, one makes the model and the others wait.
-
-    Raises:
-        ModelError: the cache directory cannot be written.
+    A killed warm-up leaves none behind. If several processes call this at the same time, one makes the model and the
+    others wait. ``seed`` is that of the warm-up; runs of all seeds share one. ``cache`` is ``dataflow/`` in the user's
+    cache directory if None; ``progress`` is called with (steps done, steps in all).
     """
     recipe = recipe or Recipe()
     home = Path(cache) if cache is not None else cache_home()

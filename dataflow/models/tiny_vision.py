@@ -20,9 +20,7 @@ TEMPLATE = (
 def write_tiny_vision(path: Path, seed: int = 0) -> Path:
     """Writes a Qwen2-VL with random weights, its tokenizer and its processor, in a second.
 
-    Args:
-        path: directory to make, which is returned.
-        seed: of the weights.
+    Makes the directory, and returns it.
     """
     import torch
     from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration

@@ -16,11 +16,7 @@ _TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 
 
 def load_tokenizer(path: str, where: str, kind: type[DataflowError] = ConfigError) -> Any:
-    """Returns the tokenizer in a model's directory, which the setting ``where`` names.
-
-    Raises:
-        DataflowError: of that kind; the tokenizer cannot be loaded.
-    """
+    """Returns the tokenizer in a model's directory, which the setting ``where`` names; errors are of that ``kind``."""
     from transformers import AutoTokenizer
 
     try:
@@ -32,11 +28,7 @@ def load_tokenizer(path: str, where: str, kind: type[DataflowError] = ConfigErro
 
 
 def load_chat_tokenizer(path: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Returns the tokenizer of the model to train; all that it renders has these options of its template.
-
-    Raises:
-        ModelError: it cannot be loaded, or has no chat template.
-    """
+    """Returns the tokenizer of the model to train; all that it renders has these options of its template."""
     tokenizer = load_tokenizer(path, "model.path", ModelError)
     if not tokenizer.chat_template:
         raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
@@ -51,12 +43,9 @@ def with_options(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
 
 
 def prompt_ids(tokenizer: Any, chat: Sequence[Any], schemas: Sequence[Mapping[str, Any]] | None = None) -> list[Any]:
-    """Returns a chat's token ids up to where the model's answer begins.
+    """Returns a chat's token ids up to where the model's answer begins; of several chats those of each, on all cores.
 
-    Args:
-        tokenizer: with a chat template.
-        chat: messages with ``role`` and ``content``; or several chats, which use all cores, for the ids of each.
-        schemas: JSON schemas of the tools to describe; none if empty or None.
+    ``schemas`` are the JSON schemas of the tools to describe.
     """
     tools = {"tools": list(schemas)} if schemas else {}
     render = tokenizer.apply_chat_template

@@ -60,12 +60,7 @@ def candidates(
 ) -> list[SchedulingPolicy]:
     """Returns the policies that a pipeline can run under; the one that overlaps most is the last.
 
-    Args:
-        pipeline: the stages of a step.
-        mini_batches, groups: optimizer steps and prompt groups of a step.
-        limit: the largest staleness.
-        order: of the run.
-        streams: whether the rollout may, must (True) or must not (False) stream.
+    ``limit`` is the largest staleness. The rollout must stream (``streams`` True), must not (False) or may (None).
     """
     splits = divisors(mini_batches) if pipeline.collector is not None else [1]
     splits = [*splits[:1], *splits[1:][-SPLITS + 1 :]]  # few large parts gain little
@@ -152,11 +147,7 @@ def forecast(found: Trace, policies: Sequence[SchedulingPolicy], limit: float | 
 
     Args:
         found: the last steps of a run: :func:`window`.
-        policies: to predict.
         limit: requests in flight at most at present, if the agent adapts that number.
-
-    Raises:
-        DataError: the trace lacks what a plan needs.
     """
     load = of_trace(found, "the run", PlanConfig())
     if limit is not None:
@@ -189,7 +180,6 @@ class PolicyChooser:
 
     Attributes:
         policies: that it may take, the least stale first, then by their parts.
-        current: the policy in force.
         since: the first step of the windows; at first the run's second one, as the first includes the warm-up.
         shows: the first step whose time shows the present policy.
     """

@@ -104,11 +104,7 @@ class PlanConfig(Section):
     log: LogPlan = Field(default_factory=LogPlan)
 
     def times(self, stages: Collection[str], folder: Path | None = None) -> dict[str, Modelled]:
-        """Returns the time of each stage that a key gives; ``folder`` has the files that it names.
-
-        Raises:
-            ConfigError: there is no such stage, or a time is none.
-        """
+        """Returns the time of each stage that a key gives; ``folder`` has the files that it names."""
         for name in self.stages:
             if name not in stages:
                 guess = nearest(name, stages) or f"; stages: {', '.join(stages)}."
@@ -117,25 +113,15 @@ class PlanConfig(Section):
         return {name: Modelled(parse_distribution(text, f"stages.{name}", folder)) for name, text in given}
 
     def refuse_log(self, source: str, why: str) -> None:
-        """Rejects what a log ran with where the source is none, or says it.
-
-        Raises:
-            ConfigError: it was given.
-        """
+        """Rejects what a log ran with where the source is none, or says it."""
         if given := sorted(self.log.model_fields_set):
             raise ConfigError(f"log.{given[0]}: {source} {why}; reward.{given[0]} says what to plan.")
 
     def need(self, where: object, examples: Mapping[str, object], known: str = "", why: str = "") -> list[Any]:
-        """Returns the values of keys that the source does not contain.
+        """Returns the values of keys that the source ``where`` does not contain; the error names all missing ones.
 
-        Args:
-            where: the source.
-            examples: key -> a value that it may have.
-            known: what the source says about the keys, for the message.
-            why: a sentence on why they are needed, for the message.
-
-        Raises:
-            ConfigError: keys were not given; it names all of them.
+        ``examples`` has a value that each key may have. For the message, ``known`` is what the source says about the
+        keys, and ``why`` a sentence on why they are needed.
         """
         values = {key: _value(self, key) for key in examples}
         if missing := [key for key, value in values.items() if value is None]:

@@ -20,12 +20,9 @@ FIT_RUNS = 40
 
 
 class WorkloadCosts(Costs):
-    """The durations of a workload's tasks.
+    """The durations of a workload's tasks; the graph's policy decides how groups are collected.
 
-    Args:
-        workload: the workload to run.
-        graph: its task graph; the graph's policy decides how groups are collected.
-        unlimited: give every request its own server, as for the critical path.
+    With ``unlimited``, every request has its own server, as for the critical path.
     """
 
     def __init__(self, workload: Workload, graph: TaskGraph, unlimited: bool = False) -> None:
@@ -107,15 +104,7 @@ class WorkloadCosts(Costs):
 
 @dataclass
 class _Agent:
-    """A reward agent on the virtual clock.
-
-    Attributes:
-        name: of the agent.
-        request, collect: the stages that send its requests and collect its rewards.
-        spec, service: what it is, and its queue.
-        requests: number of training requests so far.
-        requests_s: seconds of service that they take.
-    """
+    """A reward agent on the virtual clock; its training requests so far take ``requests_s`` of service."""
 
     name: str
     request: str | None
@@ -159,8 +148,7 @@ def makespan(rewards: Rewards, groups: int, responses: int, seed: int = 0, runs:
 def fit_latency(rewards: Rewards, groups: int, responses: int, seconds: float, seed: int = 0) -> Distribution:
     """Returns the latency scaled so that a step's rewards take ``seconds`` from first request to last reward.
 
-    Raises:
-        ConfigError: the limit of requests a minute makes that impossible with any latency, or the latency is 0.
+    ConfigError if the limit of requests a minute makes that impossible with any latency, or the latency is 0.
     """
     distribution = rewards.latency
     if not distribution.mean:

@@ -23,14 +23,7 @@ _SEEN = 0.004
 def draw_plan(rows: Sequence[Prediction], sweeps: Sequence[Sweep], path: Path, title: str = "") -> None:
     """Draws a plan into a file: a bar for each policy, then a panel for each sweep.
 
-    Args:
-        rows: a prediction for each policy.
-        sweeps: predictions over the values of knobs; may be empty.
-        path: file name, ending in ``.png`` (1400 pixels wide) or ``.svg``; an existing file is replaced atomically.
-        title: over the whole drawing; none if empty.
-
-    Raises:
-        DataError: the file name has another ending.
+    The file, ``.png`` (1400 pixels wide) or ``.svg``, is replaced atomically.
     """
     from matplotlib.figure import Figure
 

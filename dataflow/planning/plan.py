@@ -144,16 +144,10 @@ class Plan:
 
 
 def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], None] = lambda text: None) -> Plan:
-    """Reads a source and predicts it under every policy.
+    """Reads a source (a run, a verl log or a costs.yaml) and predicts it under every policy.
 
-    Args:
-        source: a run, a verl log or a costs.yaml.
-        arguments: ``key=value``; ``policy=NAME`` adds a row and ``sweep=KNOB:LOW:HIGH`` a sweep; both may be
-            repeated.
-        on_work: called with a description of the current work, for a progress display.
-
-    Raises:
-        UserError: the source or an argument is wrong.
+    The argument ``policy=NAME`` adds a row and ``sweep=KNOB:LOW:HIGH`` a sweep; both may be repeated. ``on_work`` is
+    called with a description of the current work, for a progress display.
     """
     named = [a.partition("=")[2] for a in arguments if a.startswith("policy=")]
     sweeps = [a.partition("=")[2] for a in arguments if a.startswith("sweep=")]

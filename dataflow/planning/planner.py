@@ -45,13 +45,9 @@ class Prediction:
     """The prediction for one policy; times in seconds.
 
     Attributes:
-        policy: its name.
-        step_s: time per step.
-        total_s: time of the whole training.
         change: of the total against baseline, -0.3 for 30% less.
         gpu_idle: share of the total in which the GPU pool is idle.
-        exposed_wait_s: exposed wait per step.
-        exposed_wait_by_cause: the same by cause.
+        exposed_wait_s, exposed_wait_by_cause: per step.
         lower_bound_s: lower bound on the total of any schedule of this policy's graph.
         bound_by: the source of the bound: "GPU pool", "reward service", "service of" a further agent, or
             "critical path".
@@ -91,14 +87,8 @@ def predict(
 ) -> list[Prediction]:
     """Predicts a workload under several policies, by display name; :data:`ROWS` by default.
 
-    Args:
-        workload: what to run.
-        policies: to predict.
-        on_policy: called with each policy's name before its simulation, for a progress display.
-        outcomes: of the plan's simulations so far.
-
-    Raises:
-        PolicyError, PipelineError: a policy does not fit the workload.
+    ``on_policy`` is called with each policy's name before its simulation, for a progress display; ``outcomes`` are of
+    the plan's simulations so far.
     """
     if policies is None:
         policies = {name: preset(name, workload.mini_batches) for name in ROWS}
@@ -187,9 +177,6 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     """Returns knob and values of ``reward.concurrency:64:2048`` (doubling) or ``mini_batches:1:16`` (divisors).
 
     Each reward agent has the knobs of reward under its own name.
-
-    Raises:
-        ConfigError: an unknown knob, or a range without a value or beyond the bound of the knob's key.
     """
     knob, *ends = text.split(":")
     knobs = [

@@ -36,25 +36,14 @@ def places_of(groups: Iterable[int]) -> Places:
 
 
 class Requests(NamedTuple):
-    """Requests in the order they are sent; those of a group need not be adjacent.
-
-    Attributes:
-        seconds: of each.
-        places: see :func:`places_of`.
-    """
+    """Requests in the order they are sent; a group's need not be adjacent. For ``places`` see :func:`places_of`."""
 
     seconds: Sequence[float]
     places: Places
 
 
 class Delivery(NamedTuple):
-    """Groups delivered to a waiter.
-
-    Attributes:
-        at: time of delivery, in seconds.
-        waiter: the value given to :meth:`RewardService.wait`.
-        groups: the groups, in the order of their arrival, or as the waiter named them.
-    """
+    """Groups delivered to a waiter, in the order of their arrival or as the waiter named them."""
 
     at: float
     waiter: Any
@@ -147,14 +136,9 @@ class RewardService:
         self._steps: dict[Hashable, _Step] = {}
 
     def submit(self, key: Hashable, at: float, requests: Requests, order: tuple[int, int] = (0, 0)) -> None:
-        """Submits requests. A key may be submitted several times, with different groups each time.
+        """Submits requests, to be served as listed; a key may be submitted again, with different groups each time.
 
-        Args:
-            key: key to collect them by.
-            at: time of submission, in seconds.
-            requests: in the order to serve them.
-            order: priority, lowest first; requests of equal priority are served in order of submission. Ignored with
-                ``per_step``.
+        The lowest ``order`` is served first, equal ones in order of submission; ``per_step`` ignores it.
         """
         of = self._steps.setdefault(key, _Step())
         of.left += len(requests.places)
@@ -168,10 +152,8 @@ class RewardService:
     def wait(self, key: Hashable, waiter: Any, groups: int | Sequence[int]) -> None:
         """Registers a waiter for groups of a key that was submitted; :meth:`advance` returns them once complete.
 
-        Args:
-            key: as submitted; waiters of the same key are served in the order they were registered.
-            waiter: returned with the groups.
-            groups: how many, of those that arrive first; or which, whatever the others do.
+        ``groups`` is how many, of those that arrive first; or which, whatever the others do. Waiters of the same key
+        are served in the order they were registered.
         """
         of = self._steps[key]
         of.waiters.append((waiter, groups))
@@ -222,8 +204,7 @@ class RewardService:
     def _begin(self, batch: _Batch, stop: float) -> float:
         """Begins requests of a batch until another one may come between, at ``stop`` or at a delivery.
 
-        Returns:
-            When the first waiter of the batch's key has what it waits for, as far as that is known.
+        Returns when the first waiter of the batch's key has what it waits for, as far as that is known.
         """
         of, free, at, ends, apart = self._steps[batch.key], self._free, batch.at, batch.ends, self._apart
         seconds, places = batch.requests

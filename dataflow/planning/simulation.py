@@ -20,14 +20,7 @@ from dataflow.timeline.spans import POOLS, Trace, covered
 def simulate(
     workload: Workload, policy: SchedulingPolicy | PolicySchedule, unlimited: bool = False
 ) -> tuple[Trace, WorkloadCosts]:
-    """Runs a workload under a policy on the virtual clock.
-
-    Returns:
-        Its trace, and its costs with the service's load.
-
-    Raises:
-        PolicyError, PipelineError: the policy does not fit the workload.
-    """
+    """Runs a workload under a policy on the virtual clock; the returned costs have the service's load."""
     pipeline = workload.pipeline
     if unlimited:
         pipeline = Pipeline(pipeline.stages, pipeline.inputs, dict.fromkeys(pipeline.resources))

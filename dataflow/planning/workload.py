@@ -187,14 +187,10 @@ class Workload:
     """One training job.
 
     Attributes:
-        source: the file or directory it was read from.
         pipeline: its stages; their functions are never called.
-        steps: to train.
         prompts, responses, mini_batches: groups in a step, samples in a group, and optimizer steps in a step.
-        times: of each stage that takes time.
         rewards: the reward service; of several agents, that of the one whose groups form the parts.
         beside: the services of the other agents, by the stage that collects their rewards.
-        validation: None where there is none.
         dispatch_s: stage -> seconds from when a task is ready until its worker begins; 0 for stages left out.
         ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
         uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
@@ -203,7 +199,6 @@ class Workload:
         logged: the source's own run; None if its time is not known.
         loop: the source's own run, where that differs: keys change what is planned, and verl's loop stops for
             validations and checkpoints.
-        seed: of all random draws.
     """
 
     source: str
@@ -260,11 +255,7 @@ class Workload:
         return replace(self, rewards=rewards)
 
     def placed(self, placement: Placement) -> Workload:
-        """Returns the workload with engine and trainer on the same or on separate GPUs; stage times stay.
-
-        Raises:
-            PipelineError: the pipeline has no rollout to place.
-        """
+        """Returns the workload with engine and trainer on the same or on separate GPUs; stage times stay."""
         said = f"placement={placement}: each stage takes as long as it did, wherever the engine samples."
         pipeline = placed(self.pipeline, placement)
         return replace(self, pipeline=pipeline, assumptions=(*self.assumptions, said), logged=None, loop=None)
@@ -428,10 +419,8 @@ def grpo(
     """Returns the stages of a GRPO step, or of one of PPO with a critic.
 
     Args:
-        reference: include the log-probs of a reference model.
         validation: without its ``overlap``, it and the checkpoints stop training, as in verl's loop.
         checkpoint_every: steps from one checkpoint to the next; None for no checkpoints.
-        critic: include a critic's values and its update.
         bypass: leave out the old log-probs; the update takes the rollout's own (``algorithm.bypass_mode``).
         stops: checkpoints stop training where there is no validation, too.
     """

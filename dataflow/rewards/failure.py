@@ -50,9 +50,6 @@ class FailureRule:
 def parse_rule(text: str) -> FailureRule:
     """Reads a rule as the user writes it.
 
-    Raises:
-        ConfigError: no rule of that name, or ``score`` without a finite number.
-
     >>> parse_rule("score:-1")
     FailureRule(kind='score', score=-1.0)
     >>> parse_rule("drop_sampel")
@@ -77,16 +74,10 @@ def parse_rule(text: str) -> FailureRule:
 
 
 class FailedShare:
-    """Detects that the share of failed requests is too large for faults of single samples.
+    """Detects that more than the share ``most`` of requests has failed: too many for faults of single samples.
 
     The share is of the latest ended requests: as many as the largest step has, and at least 100, so that a dead service
     is detected as early after a thousand good steps as after one. While fewer were submitted, the share is of those.
-
-    Args:
-        most: largest share that may fail, 0 to 1.
-
-    Raises:
-        ConfigError: ``most`` is out of range.
     """
 
     def __init__(self, most: float) -> None:
@@ -113,8 +104,7 @@ class FailedShare:
     def passed(self, more: bool = False) -> str:
         """Returns an error message if too many requests have failed, else nothing.
 
-        Args:
-            more: whether further chunks of the step may follow; the share of a few first ones would be misleading.
+        With ``more``, further chunks of the step may follow: the share of a few first ones would be misleading.
         """
         known = min(self._submitted, self._latest)
         if self._failed <= self._most * (max(known, _LATEST) if more else known):

@@ -31,17 +31,8 @@ def load_reward(
 ) -> Any:
     """Returns the function, class or object that a Python file defines, ready for :func:`build_reward`.
 
-    Cheap enough to be called before a run starts, as a check.
-
-    Args:
-        path: of the Python file.
-        name: the name in that file.
-        reward_kwargs: further keywords of the function, or of the class's constructor.
-        context: the configured values of :data:`CONTEXT`; None skips the check that they suffice.
-
-    Raises:
-        ConfigError: the file or name does not exist, the file cannot be imported, the object cannot score, does not
-            accept ``reward_kwargs``, or requires a keyword of :data:`CONTEXT` that is not configured.
+    Cheap enough to be called before a run starts, as a check. ``reward_kwargs`` are those of :func:`build_reward`; a
+    ``context`` of None skips the check that the configured values of :data:`CONTEXT` suffice.
     """
     where = f"custom_reward_function.path={path}"
     found = pick(load_file(path, where), name, where)
@@ -69,19 +60,11 @@ def build_reward(
 ) -> Any:
     """Returns the reward that the agent calls with verl's four keywords: a function, or an object with compute_score.
 
-    The dicts and lists in ``reward_kwargs`` are copied for the constructor, or for each call of a function.
-
     Args:
         found: a function, a class, or an object that is callable or has a method ``compute_score``.
-        reward_kwargs: keywords of the class's constructor, else of each call.
+        reward_kwargs: keywords of the class's constructor, else of each call; their dicts and lists are copied for it.
         context: values for :data:`CONTEXT`, passed to a constructor that names them, and to a function or
             ``compute_score`` that names them or accepts ``**kwargs``.
-
-    Returns:
-        ``found`` or an instance of it, wrapped if its calls need further keywords.
-
-    Raises:
-        ConfigError: the class cannot be built, or requires a value that the context lacks.
     """
     given, known, what = dict(reward_kwargs or {}), dict(context or {}), f"reward '{name_of(found)}'"
     reward, options = found, given

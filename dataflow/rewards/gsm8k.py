@@ -28,15 +28,8 @@ VERLS_STRICT = (
 def extract(text: str, method: str = "strict") -> str | None:
     """Returns the final answer in a text as a plain number, or None if there is none.
 
-    Args:
-        text: a response, or an answer of the data set.
-        method: ``strict`` takes the last number that follows ``####``, ``flexible`` the last number anywhere.
-
-    Returns:
-        Digits, with ``-`` and ``.`` if needed: no thousands separators, dollar signs or redundant zeros.
-
-    Raises:
-        ConfigError: the method is unknown.
+    Method ``strict`` takes the last number that follows ``####``, ``flexible`` the last number anywhere. The answer has
+    no thousands separators, dollar signs or redundant zeros.
 
     >>> extract("It is $1,200.50.\\n#### $1,200.50."), extract("#### 5.0"), extract("so 5 apples")
     ('1200.5', '5', None)

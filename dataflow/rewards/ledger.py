@@ -81,9 +81,7 @@ class Answer:
     """The answer to a request.
 
     Attributes:
-        score: a finite number.
         extras: further columns. From the ledger, numpy scalars are Python numbers, tuples lists, keys of dicts texts.
-        latency_s: duration of the request, in seconds.
         tries: number of tries; 0 if another request's call was shared.
     """
 
@@ -135,14 +133,9 @@ class Ledger:
             raise kind(f"reward ledger {self.path}: {what} ({error}); {fix}.") from error
 
     def submitted(self, step: Step, rows: Sequence[tuple[int, int, Key]]) -> dict[tuple[int, int], Answer]:
-        """Records the requests of a step, and returns the answers that are known already.
+        """Records the requests of a step, each a row (group, sample, key).
 
-        Args:
-            step: number or name.
-            rows: (group, sample, key) of each request.
-
-        Returns:
-            The answers by (group, sample).
+        Returns the answers that are known already, by (group, sample).
         """
         if not rows:
             return {}
@@ -282,7 +275,6 @@ def key_of(arguments: Mapping[str, Any], scorer: str = "") -> Key:
     Args:
         arguments: ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` (with ``raw_prompt``). Missing
             ones count as None, others are ignored.
-        scorer: identifies what computes the score, such as a judge's model and prompt.
 
     Raises:
         DataflowError: an argument contains an object that cannot be pickled, such as a lock, an open file or a lambda.

@@ -204,18 +204,10 @@ MANAGERS: dict[str, type] = {
 def build_manager(
     name: str, compute_score: Any, path: str | None = None, *, tokenizer: Any = None, **options: Any
 ) -> Any:
-    """Returns a manager around a reward.
+    """Returns a manager around a reward: one of :data:`MANAGERS`, or a class of that name in the Python file ``path``.
 
-    Args:
-        name: one of :data:`MANAGERS`, or a class in the file.
-        compute_score: a function, or an object with ``compute_score``.
-        path: Python file that defines the class. The class takes the reward and the options, or has ``run_single`` as
-            verl's reward loop requires: see :class:`VerlManager`.
-        tokenizer: the model's tokenizer or its path; only for classes with ``run_single``.
-        options: of the manager.
-
-    Raises:
-        ConfigError: the name is unknown, or an option is unknown, missing or invalid.
+    Such a class takes the reward and the options, or has ``run_single`` as verl's reward loop requires (see
+    :class:`VerlManager`); only then ``tokenizer``, the model's or its path, is used.
     """
     kind, options = find_manager(name, path, options), own_options(options)
     if callable(getattr(kind, "run_single", None)):
@@ -287,14 +279,9 @@ class VerlManager(Manager):
     threads, which the agent can neither stop nor count.
 
     Args:
-        reward: a function, or an object with ``compute_score``, which is passed to the class.
         kind: the class; built at the first call, as verl's base class uses the running event loop.
         tokenizer: the model's tokenizer or its path.
         config: verl's configuration, as much of it as the class reads.
-        options: further keywords of the class.
-
-    Raises:
-        ConfigError: there is no tokenizer, or the class does not accept the options.
     """
 
     wants_response_ids = True

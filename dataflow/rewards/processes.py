@@ -58,8 +58,7 @@ class Recipe:
     def of(cls, reward: Any) -> Recipe:
         """Returns the recipe of a reward, or of the class that it will be built from.
 
-        Raises:
-            ConfigError: it is not defined at the top of a module, or its arguments cannot be pickled.
+        Raises a ConfigError unless it is defined at the top of a module and its arguments can be pickled.
         """
         found, kwargs, context = getattr(reward, MADE, (reward, {}, {}))
         labels = [getattr(found, "__module__", ""), *(label for label in [*sys.modules] if label.startswith(LABEL))]
@@ -96,15 +95,8 @@ class Pool:
     A running call is cancelled by killing its worker and what that has started: nothing else stops code that computes.
     A worker that dies or is killed affects no other call and is replaced. None outlives the process that started it.
 
-    Args:
-        recipe: of the reward, which each worker builds.
-        workers: number of processes.
-
     Attributes:
         counts: ``died``, workers that ended by themselves; ``killed``, workers whose call was cancelled.
-
-    Raises:
-        ConfigError: there are less than 1 workers.
     """
 
     def __init__(self, recipe: Recipe, workers: int) -> None:
@@ -128,9 +120,6 @@ class Pool:
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the function in a worker; cancelling this coroutine kills the worker.
-
-        Args:
-            arguments: keywords of the function.
 
         Raises:
             WorkerDied: the worker ended during the call.

@@ -21,8 +21,7 @@ _EXACT = 2.0**53
 def read_number(value: Any) -> float:
     """Returns a number as float; an array or tensor of one element counts as that element.
 
-    Raises:
-        ValueError: the value is not a finite number; the message names what it is.
+    Raises a ValueError that names what the value is if that is not a finite number.
     """
     number = real_number(value)
     if not math.isfinite(number):
@@ -33,8 +32,7 @@ def read_number(value: Any) -> float:
 def read_score(value: Any) -> float:
     """Returns a score as float, as :func:`read_number` does.
 
-    Raises:
-        ValueError: the value is not a finite number, or is so large that its advantages may not be; with what it is.
+    Raises a ValueError also for a score that is so large that its advantages may not be finite.
     """
     number = read_number(value)
     if abs(number) > LARGEST_SCORE:
@@ -45,8 +43,7 @@ def read_score(value: Any) -> float:
 def read_scores(scores: Any, count: int) -> list[float]:
     """Returns the scores that ``post_process_scores`` returned for ``count`` samples: a list, an array or a tensor.
 
-    Raises:
-        ValueError: the value has another type or length, or contains something that is not a number.
+    Raises a ValueError if they are something else, are not as many, or contain what is no score.
     """
     # Iterating over these yields characters, bytes, keys, or values in no order.
     if isinstance(scores, str | bytes | Mapping | Set) or not hasattr(scores, "__len__"):
@@ -94,8 +91,7 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
 def tokens_used(result: Any) -> int | None:
     """Returns the tokens that a call used, by the column ``tokens`` of its result, which may be of any kind.
 
-    Returns:
-        None if there is no such column, or it is no count: it may be anything, such as the tokens themselves.
+    None if there is no such column, or it is no count, such as the tokens themselves.
     """
     value = result.get("tokens") if isinstance(result, Mapping) else None
     try:

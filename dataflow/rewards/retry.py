@@ -86,13 +86,9 @@ class Retry:
 
 
 class Hedge:
-    """The time after which a second call is sent for a slow request.
+    """The time after which a second call is sent for a slow request; ``after`` is as in :func:`parse_hedge`.
 
-    Args:
-        after: see :func:`parse_hedge`.
-
-    Attributes:
-        after_s: seconds; None while no call is hedged.
+    ``after_s`` is None while no call is hedged.
     """
 
     def __init__(self, after: str | float | None) -> None:
@@ -112,9 +108,6 @@ class Hedge:
 
 def parse_hedge(text: str | float | None) -> tuple[float | None, float | None]:
     """Parses ``hedge_after``; returns a percentile of the latencies so far, and seconds: one of them, or None twice.
-
-    Raises:
-        ConfigError: it is neither.
 
     >>> parse_hedge("p95"), parse_hedge(2), parse_hedge(None)
     ((95.0, None), (None, 2.0), (None, None))

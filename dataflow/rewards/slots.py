@@ -58,12 +58,10 @@ class Limits:
 
 
 class Pace:
-    """Spaces what begins evenly, so that no 60 seconds have more than an amount.
+    """Spaces what begins evenly, so that no 60 seconds have more than an amount, ``most``.
 
     A second's share may begin at once. The steady rate is lowered by it, so that no 60 seconds hold more than ``most``.
-
-    Args:
-        most: amount in 60 seconds. A larger one begins when nothing is owed, and holds up the next for longer.
+    A larger amount than that begins when nothing is owed, and holds up the next for longer.
     """
 
     def __init__(self, most: float) -> None:
@@ -115,9 +113,6 @@ _Entry = tuple[tuple[int, int, int], int, Item, "asyncio.Future[Slot]"]
 class Slots:
     """The slots of an agent, on one event loop.
 
-    Args:
-        limits: of its calls.
-
     Attributes:
         limit: calls of the service that may be in flight now; a float, since it grows by fractions.
         running: slots in use, at most ``limits.concurrency``.
@@ -143,9 +138,7 @@ class Slots:
     async def acquire(self, item: Item, local: bool = False) -> Slot:
         """Waits for a slot; :meth:`release` must follow.
 
-        Args:
-            item: that needs it.
-            local: whether it calls no service: rates, pauses and lowered limits do not apply.
+        An item that is ``local`` calls no service: rates, pauses and lowered limits do not apply.
         """
         waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         item.waiting = waiting
@@ -231,13 +224,9 @@ class Slots:
         self.fill()
 
     def release(self, slot: Slot, overloaded: bool = False, failed: bool = False, used: int | None = None) -> None:
-        """Frees a slot, and adapts the limit to how its call ended.
+        """Frees the slot of a call that has ended, and adapts the limit to how it ended.
 
-        Args:
-            slot: of a call that has ended.
-            overloaded: whether it ended since the service was overloaded.
-            failed: whether it ended with an error.
-            used: tokens that it used, if it says so.
+        ``overloaded`` says that the service was; ``used`` is the number of tokens, if it is known.
         """
         saturated = self._calling >= int(self.limit)
         self.running -= 1

@@ -306,14 +306,7 @@ class StepRequests:
 
 
 class Steps:
-    """Steps in flight.
-
-    Args:
-        rule: what happens to samples without a score.
-        max_failed_share: see :class:`~dataflow.rewards.failure.FailedShare`.
-        on_cancel: called with each request that is cancelled, after it has ended.
-        agent: name of the agent, in messages.
-    """
+    """Steps in flight; ``on_cancel`` is called with each request that is cancelled, after it has ended."""
 
     def __init__(
         self, rule: FailureRule, max_failed_share: float, on_cancel: Callable[[Request], None], agent: str = MAIN
@@ -331,9 +324,7 @@ class Steps:
     ) -> tuple[StepRequests, list[Request], Ticket]:
         """Adds samples; returns their step, a request for each row, and their ticket.
 
-        Raises:
-            DataflowError: see :meth:`RewardAgent.submit <dataflow.reward_agent.RewardAgent.submit>`.
-            RewardFailed: likewise.
+        Raises what :meth:`RewardAgent.submit <dataflow.reward_agent.RewardAgent.submit>` raises.
         """
         if self.closed:
             raise DataflowError(f"reward agent: step {step} was submitted after close().")

@@ -83,17 +83,11 @@ class Attempt:
         """Checkpoints that failed, one after another."""
 
     async def run(self, point: Checkpoint | None) -> dict[str, Any]:
-        """Runs to the end.
-
-        Args:
-            point: the checkpoint to resume from.
+        """Runs to the end, from a checkpoint if one is given; a failed task raises StageFailed.
 
         Returns:
             Facts of the summary: ``digest`` of the actor's weights, ``NAME_weights_sha256`` of those of each other
             service that is trained.
-
-        Raises:
-            StageFailed: a task failed.
         """
         graph, executor, record = self._graph, self._executor, self._record
         with self._progress.phase("starting workers"):
@@ -130,11 +124,9 @@ class Attempt:
         return facts
 
     async def _make_steps(self, restored: Restored, origin: float) -> None:
-        """Runs the steps that are left, of a run that is interrupted to its cut, which is saved.
+        """Runs the steps that are left; of a run that is interrupted, those to its cut, which is saved.
 
-        Raises:
-            asyncio.CancelledError: the run was interrupted.
-            DataflowError: as of :meth:`run`.
+        An interruption is raised as CancelledError.
         """
         runner = self._runner = Runner(
             self._graph,
@@ -179,8 +171,7 @@ class Attempt:
     def interrupt(self, main: asyncio.Task[Any]) -> None:
         """Ends the run, if possible after the step in training and with a checkpoint.
 
-        Args:
-            main: the task to cancel when there is nothing to save, or ``checkpoint.grace_s`` is over.
+        ``main`` is cancelled when there is nothing to save, or ``checkpoint.grace_s`` is over.
         """
         options, runner, training = self._config.checkpoint, self._runner, self._training
         saves = options.grace_s and self._graph.pipeline.with_role("saves")

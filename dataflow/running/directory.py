@@ -22,11 +22,7 @@ _TEMPORARY = re.compile(r"\..+\.\d+")
 
 
 def check_directory(config: BaseConfig) -> None:
-    """Checks that the run's directory can be made, without making it.
-
-    Raises:
-        ConfigError: a run of that name exists, or the directory cannot be written.
-    """
+    """Checks that the run's directory can be made, without making it."""
     runs = Path(config.runs)
     if (why := unmakable(runs)) is not None:
         raise ConfigError(f"runs={config.runs}: {why}")
@@ -35,22 +31,14 @@ def check_directory(config: BaseConfig) -> None:
 
 
 def check_run(directory: Path) -> None:
-    """Checks that there is a run in a directory.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Checks that there is a run in a directory."""
     if (directory / CONFIG).is_file():
         return
     raise ConfigError(f"no run at '{directory}'; give a run directory (runs/NAME).")
 
 
 def make_directory(config: BaseConfig, stem: str) -> Path:
-    """Makes the run's directory: under the given name, or a free one of pipeline, policy and a number.
-
-    Raises:
-        ConfigError: a run of that name exists, or the directory cannot be written.
-    """
+    """Makes the run's directory: under the given name, or a free one of pipeline, policy and a number."""
     runs = Path(config.runs)
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -82,11 +70,8 @@ def _taken(path: Path, config: BaseConfig) -> bool:
 def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a run's directory; the system releases it when the process ends, however that happens.
 
-    The temporary files that killed processes left (:func:`dataflow.files.replaced`) are removed.
-
-    Raises:
-        ConfigError: another process holds it, since the run has not ended; or its file cannot be opened.
-        RunError: the file cannot be written.
+    A ConfigError says that another process holds it, as the run has not ended. The temporary files that killed
+    processes left (:func:`dataflow.files.replaced`) are removed.
     """
     try:
         file = (directory / LOCK).open("a+")

@@ -27,9 +27,7 @@ Load: TypeAlias = Callable[[Sequence[str]], tuple[ModuleType, BaseConfig]]
 def dry_run(load: Load, arguments: Sequence[str]) -> list[Finding]:
     """Returns what all checks of a run found, the problems among them, with secrets masked.
 
-    Args:
-        load: returns the pipeline file and its configuration with ``key=value`` arguments.
-        arguments: these.
+    ``load`` returns the pipeline file and its configuration with the ``key=value`` arguments.
     """
     with here_only():
         found = list(_findings(load, arguments))

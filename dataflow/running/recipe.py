@@ -69,11 +69,7 @@ def greedy_stages(config: Any, val_respond: Stage, *, engine: Any, agent: Any, o
 def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
     """Returns the sampling options of training, and those of the held-out problems.
 
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`; without a model, stop tokens are left out.
-
-    Raises:
-        ConfigError: the model's tokenizer lacks a stop token.
+    ``config`` is a :class:`~dataflow.config.run.RunConfig`; without a model, stop tokens are left out.
     """
     draw = config.engine
     sampling = Sampling(
@@ -159,14 +155,7 @@ def colocated(config: Any, stages: Sequence[Stage]) -> list[Stage]:
     """Returns the stages of a run, with those that ask reward models on the GPUs of trainer and engine on these GPUs.
 
     Such a stage wakes the model, waits until all its requests have ended, and lets the model sleep again; meanwhile
-    nothing else runs on the GPUs.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`.
-        stages: of the pipeline, validation included.
-
-    Raises:
-        ConfigError: nothing samples, or a stage asks for rewards in another way.
+    nothing else runs on the GPUs. ``stages`` are all of the pipeline, validation included.
     """
     models, found = config.reward.models, list(stages)
     asleep = {

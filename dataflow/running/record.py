@@ -124,12 +124,7 @@ class Record:
     def open(self, meta: Mapping[str, Any]) -> None:
         """Opens the files; those of a run that was cut replace the old ones when they are whole.
 
-        Args:
-            meta: of the trace; its gaps, its beginning and its checkpoints stay.
-
-        Raises:
-            ConfigError: a backend of the metrics cannot be opened.
-            RunError: a file cannot be written.
+        ``meta`` is laid over that of the trace, whose gaps, beginning and checkpoints stay.
         """
         upto = self.steps if "resumed" in self.trace.meta else None
         kept = {k: v for k, v in self.trace.meta.items() if k in ("gaps", "resumed", "started", _EARLIER)}
@@ -150,10 +145,9 @@ class Record:
         self.summary = {}
 
     def begin(self, now: float) -> float:
-        """Starts the clock of training, or continues it after a gap.
+        """Starts the clock of training, or continues it after a gap; returns second 0 of the trace, as unix time.
 
-        Returns:
-            Second 0 of the trace, as unix time: later than the first one by the time in which the run was not running.
+        After a gap that is later than at first, by the time in which the run was not running.
         """
         meta = self.trace.meta
         if "resumed" not in meta:
@@ -166,25 +160,16 @@ class Record:
         return float(now - last[0])
 
     def describe(self, **facts: Any) -> None:
-        """Adds facts to the trace's meta.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
+        """Adds facts to the trace's meta."""
         self.trace.meta |= facts
         if self._writer is not None:
             self._writer.describe(self.trace.meta)
 
     def step(self, step: int, metrics: dict[str, float], window: int) -> dict[str, float] | None:
-        """Writes the metrics of a step.
+        """Writes the metrics of a step; returns all of them if its training has just ended, None for late metrics.
 
-        Args:
-            step: its number.
-            metrics: logged by its stages.
-            window: the last spans of the trace that hold all of the step's.
-
-        Returns:
-            All metrics of the step, with where its time went, if its training has just ended; None for late metrics.
+        Those that are returned say where the step's time went. All of its spans are among the last ``window`` of the
+        trace.
         """
         ended = step > self.steps
         if ended:
@@ -219,15 +204,9 @@ class Record:
             self.steps = max(self.steps, step)
 
     def end(self, status: str, own_s: float, **facts: Any) -> None:
-        """Ends the files, and writes the summary.
+        """Ends the files, and writes the summary with further facts; ``digest`` is that of the weights.
 
-        Args:
-            status: of the run.
-            own_s: seconds from the start of this process until now.
-            facts: further ones of the summary; ``digest`` is that of the weights.
-
-        Raises:
-            RunError: a file cannot be written.
+        ``own_s`` is the number of seconds from the start of this process until now.
         """
         self.trace.meta["status"] = status
         try:
@@ -253,11 +232,7 @@ class Record:
         return own_s + float(self.trace.meta.get(_EARLIER, 0.0))
 
     def write_summary(self, **facts: Any) -> None:
-        """Writes summary.json with further facts; the file is replaced atomically.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Writes summary.json with further facts; the file is replaced atomically."""
         self.summary |= facts
         path = self.directory / SUMMARY
         with written("summary", path), replaced(path) as temporary:
@@ -270,10 +245,7 @@ class Record:
 def finish_killed(directory: Path, status: str, steps: int | None) -> str:
     """Writes the summary of a run whose process was killed, from its files, unless it has one.
 
-    Args:
-        directory: of the run.
-        status: "failed" or "interrupted".
-        steps: the planned number of steps.
+    ``status`` is "failed" or "interrupted", ``steps`` the planned number.
 
     Returns:
         The number of steps made and what can be done, as a phrase that follows "it" or "interrupted: ".

@@ -35,11 +35,7 @@ LIMIT_S = 600.0
 
 
 def load_schedule(directory: Path) -> PolicySchedule | None:
-    """Returns the policies that a run has had, from its directory; None if it has not begun.
-
-    Raises:
-        RunError: its file cannot be read.
-    """
+    """Returns the policies that a run has had, from its directory; None if it has not begun."""
     try:
         found = json.loads((directory / FILE).read_text(encoding="utf-8"))
         return PolicySchedule(tuple((int(each.pop("step")), SchedulingPolicy(**each)) for each in found["policies"]))
@@ -196,12 +192,8 @@ def limit_in_force(trace: Trace) -> float | None:
 async def forecast(question: tuple[Any, ...]) -> list[float | None]:
     """Asks a process of its own for the seconds a step under each policy, so that training waits for nothing.
 
-    Args:
-        question: arguments of :func:`dataflow.planning.auto.forecast`.
-
-    Raises:
-        RunError: it failed.
-        TimeoutError: it takes too long.
+    ``question`` has the arguments of :func:`dataflow.planning.auto.forecast`. A TimeoutError says that it takes too
+    long.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(

@@ -44,12 +44,7 @@ MODEL_MAY_CHANGE = (
 
 @dataclass(frozen=True)
 class Complete:
-    """A run that has made all its steps.
-
-    Attributes:
-        directory: of the run.
-        summary: what its summary.json holds.
-    """
+    """A run that has made all its steps, and the content of its summary.json."""
 
     directory: Path
     summary: dict[str, Any]
@@ -69,16 +64,9 @@ def began(
 ) -> Made | Complete:
     """Returns the session of ``dataflow run``: a new one, or with ``resume=auto`` the one that resumes a run.
 
-    A run that is complete has none, so that a loop which starts a run again and again can end.
-
-    Args:
-        module, config: of the run.
-        overrides: the arguments that made the configuration.
-        progress: shows what happens.
-        make: makes the session, or what else is wanted of the run.
-
-    Raises:
-        UserError: one sentence; nothing has been written or started.
+    A run that is complete has none, so that a loop which starts a run again and again can end. The overrides are the
+    arguments that made the configuration; ``make`` makes the session, or what else is wanted of the run. At a UserError
+    nothing has been written or started.
     """
     if config.resume.mode != "auto":
         return make(config, module, progress, None)
@@ -119,12 +107,7 @@ def _checked(
 ) -> tuple[BaseConfig, ModuleType, Checkpoint | None, dict[str, Any] | None]:
     """Returns configuration and pipeline to resume a run with, its newest checkpoint, its summary if it is complete.
 
-    Args:
-        directory, overrides, progress: see :func:`resumed`.
-        module: the pipeline that is given once more; None for the one that the run's directory names.
-
-    Raises:
-        UserError: there is no such run, it is still running, a key may not change, or its checkpoint is too late.
+    ``module`` is the pipeline that is given once more; None for the one that the run's directory names.
     """
     check_run(directory)
     check_unlocked(directory)
@@ -150,16 +133,7 @@ def _checked(
 
 
 def check_changes(before: BaseConfig, after: BaseConfig, directory: Path) -> None:
-    """Checks that a run can be resumed with another configuration.
-
-    Args:
-        before: the run's.
-        after: with the changes; ``resume.allow`` names further keys that may differ.
-        directory: of the run.
-
-    Raises:
-        ConfigError: a key differs that would make it another run.
-    """
+    """Checks that a run can be resumed with another configuration; its ``resume.allow`` names more keys to accept."""
     allowed = (*MAY_CHANGE, *_of_agents(after), "name", "runs", *after.resume.allow)
     for key, old, new in changes(values_of(before), values_of(after)):
         if not any(f"{key}.".startswith(f"{name}.") for name in allowed):

@@ -81,11 +81,7 @@ class Session:
         self._served: ServedModels | None = None
 
     def _check(self) -> None:
-        """Makes all checks; a Ray of the run's own starts on another core while the data is read.
-
-        Raises:
-            UserError: one does not pass.
-        """
+        """Makes all checks; a Ray of the run's own starts on another core while the data is read."""
         config, checks = self._prepared.config, self._prepared.checks()
         quick = next((at for at, check in enumerate(checks) if check.slow), len(checks))
         make_all(checks[:quick])

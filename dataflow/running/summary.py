@@ -42,8 +42,7 @@ def complete(directory: Path, steps: int) -> dict[str, Any] | None:
 def evaluation_in(metrics: Mapping[str, float | None]) -> tuple[float, bool] | None:
     """Returns the mean score of an evaluation, and whether it is an accuracy; None of a row without an evaluation.
 
-    Args:
-        metrics: of a row. Stages of a user's own may log ``val-core/*`` alone, each of which counts alike then.
+    Stages of a user's own may log ``val-core/*`` alone, each of which counts alike then.
     """
     scores = [value for name, value in metrics.items() if name.startswith("val-core/") and value is not None]
     if not scores:
@@ -72,7 +71,6 @@ def summarise(
         accurate: whether the scores say what is right and what is wrong, so that the mean is an accuracy.
         rewards: counts of the requests.
         total_s: seconds that the run's processes took.
-        digest: of the weights.
     """
     from dataflow.timeline import causes
 
@@ -105,14 +103,12 @@ def reward_counts(traces: Sequence[Trace], logged: Mapping[tuple[str, str], int]
     """Returns the ``rewards`` of a run's summary; {} if it requested none.
 
     Each submitted request is scored, failed or cancelled; ``cancelled`` includes requests whose reward was not
-    collected because the run ended or was interrupted.
+    collected because the run ended or was interrupted. Counts of several agents are summed, with those of each in
+    ``agents``.
 
     Args:
         traces: of the run, and of evaluations outside its clock, which say how each request ended.
         logged: sums of :data:`LOGGED` by agent, "" for the main one, and name.
-
-    Returns:
-        The counts and ``latency_s``, the quantiles of calls; of several agents their sums, and ``agents``.
     """
     from dataflow.timeline.agents import MAIN, agents_of, part_of
 

@@ -44,17 +44,9 @@ class SamplesQuery(Section):
 
 
 def show(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> str:
-    """Returns the text that the command prints; writes ``out``.
+    """Returns the text that the command prints, or writes ``out``, an .html or .parquet file.
 
-    Args:
-        run: its directory.
-        overrides: keys of :class:`SamplesQuery`.
-        out: a file to write instead, .html or .parquet.
-        as_json: whether to return JSON.
-
-    Raises:
-        ConfigError: a bad key, condition or column.
-        DataError: there is no such run or step, or a file that cannot be read or written.
+    The overrides are keys of :class:`SamplesQuery`.
     """
     query, directory = parse_overrides(SamplesQuery, overrides), Path(run, "samples")
     if query.step is not None and query.val is not None:
@@ -100,13 +92,9 @@ def select(rows: Sequence[Row], where: str | None, sort: str | None) -> list[Row
     """Returns the rows that meet a condition, sorted; all have the same columns, with None where one has no value.
 
     Args:
-        rows: of one file or of several, whose columns may differ.
         where: an expression of pandas' ``DataFrame.query``; None for all rows.
         sort: column to sort by, smallest first, with ``-`` before it largest first; rows without a value come last,
             equal ones stay in order. Its unit may be left out (``latency``). None leaves the order.
-
-    Raises:
-        ConfigError: a bad condition, or a column that no row has.
     """
     import pandas
 

@@ -30,14 +30,9 @@ def steps_in(directory: Path, kind: Kind) -> list[int]:
 
 
 def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    """Writes columns of equal length as one file, and makes its directory.
+    """Writes columns of equal length, None where a row has no value, as one file, and makes its directory.
 
-    Args:
-        path: of the file; replaced atomically.
-        columns: values of each row, by name; None where a row has none.
-
-    Raises:
-        OSError: the file cannot be written.
+    The file is replaced atomically.
     """
     import pyarrow
     import pyarrow.parquet
@@ -49,15 +44,7 @@ def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def read(path: Path, groups: Sequence[int] | None = None) -> list[Row]:
-    """Returns the rows of a file.
-
-    Args:
-        path: of the file.
-        groups: ids of the groups to read; None for all.
-
-    Raises:
-        DataError: it is no whole file of samples.
-    """
+    """Returns the rows of a file: of these groups, by id, or of all. DataError if it is no whole file of samples."""
     import pyarrow
     import pyarrow.parquet
 

@@ -47,17 +47,9 @@ dd { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.4
 
 
 def page(rows: Sequence[Row], path: Path, title: str, kind: Kind = "step", note: str = "") -> None:
-    """Writes a page of samples.
+    """Writes a page of samples of one kind, in their order; of too many for a page, the first ones are shown.
 
-    Args:
-        rows: the samples, of one kind, in the order to show; of too many for a page, the first ones are shown.
-        path: of the page; replaced atomically.
-        title: of the page, such as the run's name.
-        kind: of the samples.
-        note: a further sentence for the head of the page.
-
-    Raises:
-        OSError: the page cannot be written.
+    The page is replaced atomically. ``note`` is a further sentence for its head.
     """
     sizes = accumulate(map(_size, rows))
     shown = [row for at, (row, size) in enumerate(zip(rows, sizes, strict=True)) if size <= LARGEST or not at]
@@ -79,15 +71,13 @@ def run_page(run: Path, linked: Sequence[tuple[int, int]]) -> Path | None:
     """Writes ``samples.html`` of a run, beside its timeline: its newest steps, and of the others the linked groups.
 
     Args:
-        run: its directory.
         linked: (step, group) of the groups that the timeline links to, the most important first.
 
     Returns:
         The page; None if the run kept no samples of training.
 
     Raises:
-        DataError: a file of samples cannot be read.
-        OSError: the page cannot be written.
+        DataError, OSError: a file of samples cannot be read, or the page cannot be written.
     """
     directory = run / "samples"
     left = steps_in(directory, "step")

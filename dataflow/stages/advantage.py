@@ -291,11 +291,7 @@ def _counted(metrics: Mapping[str, Any], data: Any, samples: Batch) -> dict[str,
 
 
 def _rewards(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, np.ndarray]:
-    """Returns the numbers that GDPO normalises each on its own, by their keys.
-
-    Raises:
-        DataError: the rewards lack one, or it is not finite.
-    """
+    """Returns the numbers, all finite, that GDPO normalises each on its own, by their keys."""
     import torch
 
     found = {}
@@ -324,16 +320,8 @@ def check_finite(
 ) -> None:
     """Checks numbers of samples, ``[rows]`` or ``[rows, R]``, before one that is NaN makes the whole update NaN.
 
-    Args:
-        values: the numbers.
-        what: they are, for the message.
-        samples: of these rows.
-        task: that checks them.
-        counts: which of the numbers count, of the same shape; None for all.
-        most: the largest one.
-
-    Raises:
-        DataError: one is NaN, infinite or larger than ``most``; with its sample.
+    ``counts`` says which of them count (None: all); ``what`` they are, for the message of the DataError with the
+    sample.
     """
     bad = ~(values.abs() <= most)
     bad = bad if counts is None else bad & (counts != 0)

@@ -35,12 +35,9 @@ FAILED = "checkpoint/failed"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint whose services are copied.
+    """A checkpoint whose services are copied, with the value of each state of the graph.
 
-    Attributes:
-        directory: made by the first rank, where all ranks of all services write; None if it cannot be made.
-        states: value of each state of the graph.
-        seconds: that the copies took.
+    The directory is made by the first rank, where all ranks of all services write; None if it cannot be made.
     """
 
     directory: Path | None

@@ -25,13 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Talk:
-    """How a rollout converses.
+    """How a rollout converses: a call in the last of ``max_turns`` turns of the model is not answered.
 
-    Attributes:
-        tools: that the model may call.
-        max_turns: turns of the model in a conversation; a call in the last one is not answered.
-        max_tokens: R, the tokens of all turns together, including the tools' answers; the engine must accept
-            prompts that are longer by as many.
+    ``max_tokens`` is R, the tokens of all turns together, including the tools' answers; the engine must accept prompts
+    that are longer by as many.
     """
 
     tools: Toolbox
@@ -56,18 +53,9 @@ async def conversations(
 
     A sample has the facts ``turns``, ``tool_calls``, ``tool_errors`` (ints), ``ended`` (``answer``, ``max_turns``,
     ``length`` or ``budget``), and ``extra_info``, which repeats the first three for the rewards, ``turns`` under verl's
-    name ``num_turns``, and has the chat messages that follow the prompt as ``conversation``.
-
-    Args:
-        prompts: a row per prompt: ``prompt_ids``, and in ``extra_info`` the ``tools_kwargs`` of its tools.
-        engine: draws the turns.
-        sampling: how to draw a turn; ``n`` conversations per prompt, ``max_tokens`` of each turn.
-        talk: tools and limits.
-        seed: common to all conversations; turn t is drawn from the seed of (seed, group, index, t).
-
-    Raises:
-        DataError: ``tools_kwargs`` do not fit the tools.
-        ModelError: the chat template cannot frame a tool's answer.
+    name ``num_turns``, and has the chat messages that follow the prompt as ``conversation``. ``prompts`` have
+    ``prompt_ids``, and in ``extra_info`` the ``tools_kwargs`` of the tools. ``sampling.max_tokens`` is of each turn;
+    turn t is drawn from the seed of (seed, group, index, t).
     """
     ended: asyncio.Queue[asyncio.Task[Sample]] = asyncio.Queue()
     extras = prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)

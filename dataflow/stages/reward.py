@@ -15,10 +15,9 @@ _NOW = ("running", "waiting", "abandoned", "limit")
 
 
 def awake(sleeper: Any) -> AbstractAsyncContextManager[None]:
-    """Returns a context in which a reward model on the GPUs of trainer and engine is awake; None: there is none.
+    """Returns a context in which a reward model on the GPUs of trainer and engine is awake.
 
-    Args:
-        sleeper: its servers, a :class:`dataflow.rewards.models.server.Sleeper`.
+    ``sleeper`` is a :class:`dataflow.rewards.models.server.Sleeper`; None if there is no such model.
     """
     return nullcontext() if sleeper is None else sleeper.awake()
 

@@ -86,13 +86,12 @@ async def write_samples(
 def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | None) -> dict[str, Sequence[Any]]:
     """Returns the columns of a file of samples; all batches have the same groups in the same order.
 
-    Returns:
-        ``step``, ``group``, ``sample`` (index in the group), ``prompt``, ``response``, ``score``, ``advantage`` (mean
-        over the tokens that the model sampled), ``tokens`` (that the model sampled), ``truncated`` (a limit cut the
-        response off), ``weights_version``, ``begin`` and ``end`` of the request (unix time in seconds), ``latency_s``,
-        ``tries``, ``failed_tries`` (why each failed, and the wait after it), ``how`` (it got its score, if not by a
-        call of its own: ledger, shared, hedged, failed), and what else the reward returned and the prompts had, as far
-        as there is any of it. A column of the reward whose name is taken is called ``reward_NAME``.
+    They are ``step``, ``group``, ``sample`` (index in the group), ``prompt``, ``response``, ``score``, ``advantage``
+    (mean over the tokens that the model sampled), ``tokens`` (that the model sampled), ``truncated`` (a limit cut the
+    response off), ``weights_version``, ``begin`` and ``end`` of the request (unix time in seconds), ``latency_s``,
+    ``tries``, ``failed_tries`` (why each failed, and the wait after it), ``how`` (it got its score, if not by a call of
+    its own: ledger, shared, hedged, failed), and what else the reward returned and the prompts had, as far as there is
+    any of it. A column of the reward whose name is taken is called ``reward_NAME``.
     """
     rows = len(responses)
     found: dict[str, Sequence[Any]] = {"step": [step] * rows, "group": responses.groups.tolist()}

@@ -28,8 +28,7 @@ class TrainedGroups:
     def then(self, task: TaskInfo, batch: Batch, groups: int) -> TrainedGroups:
         """Returns the record after one more mini-batch of a step with ``groups`` groups.
 
-        Raises:
-            RunError: a group comes twice in an epoch, out of turn, or is missing at the end of the step.
+        Raises RunError if a group comes twice in an epoch, out of turn, or is missing at the end of the step.
         """
         times = dict(self.times) if self.step == task.step else {}
         for group in batch.ids:
@@ -47,15 +46,7 @@ class TrainedGroups:
     def after(self, metrics: Mapping[str, float], batch: Batch, task: TaskInfo, name: str, most: int) -> TrainedGroups:
         """Logs the metrics of an update, with the number of the step's skipped ones; returns the record after it.
 
-        Args:
-            metrics: of the update.
-            batch: that it was made on.
-            task: which made it.
-            name: of the model.
-            most: updates that may be skipped in a row, but for the last.
-
-        Raises:
-            RunError: as many were.
+        Raises RunError if ``most`` updates were skipped in a row, but for the last.
         """
         missed = metrics.get(f"{name}/skipped_updates", 0.0)
         task.log({**metrics, f"{name}/skipped_updates": Sum(missed)})
@@ -73,8 +64,7 @@ class TrainedGroups:
 def staleness(task: TaskInfo, batch: Batch) -> int:
     """Returns the samples' staleness: steps from the weights that sampled them to those that the update starts from.
 
-    Raises:
-        RunError: it is more than the policy allows, or unknown.
+    Raises RunError if it is more than the policy allows, or unknown.
     """
     version = batch.meta.get("weights_version")
     if version is None:

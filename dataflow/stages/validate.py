@@ -47,16 +47,10 @@ def val_check(val_responses: Batch, *, compute_score: Callable[..., Any], task: 
 
 
 def accuracies(scores: Batch) -> tuple[str, list[float]]:
-    """Returns what an evaluation is about, as in verl: ``acc`` where the rewards have it, the score elsewhere.
+    """Returns what an evaluation is about, as in verl, ``acc`` if the rewards have it or ``reward``; and its numbers.
 
-    The score of the manager ``dapo`` has a penalty for the response's length, its ``acc`` has none.
-
-    Args:
-        scores: with the column ``score``; NaN for a sample without one.
-
-    Returns:
-        ``"acc"`` or ``"reward"``, and the number of each row. Samples with a score alone, such as those of
-        ``reward.on_failure=score:0``, count with it.
+    The score of the manager ``dapo`` has a penalty for the response's length, its ``acc`` has none. Samples with a
+    score alone, such as those of ``reward.on_failure=score:0``, count with it; NaN is a sample without one.
     """
     known = scores["score"].tolist()
     own = scores["acc"] if "acc" in scores else [None] * len(known)
@@ -71,12 +65,8 @@ def accuracies(scores: Batch) -> tuple[str, list[float]]:
 def mean_scores(responses: Batch, scores: Sequence[float], name: str = "reward") -> dict[str, float]:
     """Returns verl's ``val-core/<data_source>/<name>/mean@<n>``, where n is the number of responses per prompt.
 
-    With :data:`SCORE`, the mean over all samples, and :data:`ACCURACY`, the same where each score is 0 or 1.
-
-    Args:
-        responses: with the column ``data_source``.
-        scores: of each row; NaN is left out of the means.
-        name: of what is averaged; see :func:`accuracies`.
+    With :data:`SCORE`, the mean over all samples, and :data:`ACCURACY`, the same where each score is 0 or 1; NaN is
+    left out of the means.
     """
     n = len(responses) // len(responses.ids)
     by_source: dict[str, list[float]] = {}

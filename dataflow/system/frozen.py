@@ -19,11 +19,8 @@ _watching: list[FrozenExit] = []  # one watchdog serves all: the process ends wh
 def frozen_exit(after_s: float | None, what: str, key: str, fix: str) -> FrozenExit | None:
     """Returns what ends this process if it freezes; None in the run's own process, or without a limit.
 
-    Args:
-        after_s: seconds without the event loop; None or 0 for no limit.
-        what: a function that may freeze it.
-        key: of ``after_s``.
-        fix: what to do about such a function.
+    ``after_s`` is the limit in seconds, and ``key`` its key. ``what`` is a function that may freeze it, ``fix`` what to
+    do about it.
     """
     path = os.environ.get(DEATH_REASON)
     if not after_s or path is None:

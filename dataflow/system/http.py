@@ -25,9 +25,8 @@ def may_pass(status: int) -> bool:
 def wait_asked(retry_after: str, date: str) -> float:
     """Returns the seconds that a server asks to wait; 0 if that cannot be read.
 
-    Args:
-        retry_after: the header of that name, a number or a date.
-        date: the header ``Date`` of the same reply, from which a date counts, so that a wrong local clock does no harm.
+    ``retry_after`` is a number or a date. A date counts from ``date``, the header of the same reply, so that a wrong
+    local clock does no harm.
 
     >>> wait_asked("1.5", ""), wait_asked("-1", ""), wait_asked("soon", "")
     (1.5, 0.0, 0.0)

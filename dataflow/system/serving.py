@@ -36,12 +36,8 @@ _SECOND = re.compile(r"initialization failed|See root cause|Engine loop is not r
 class Port:
     """A free port that no other process gets while this object is open.
 
-    Its socket is bound and does not listen, so that a server that sets SO_REUSEADDR, as all do, may listen there,
-    and another one after it.
-
-    Args:
-        address: of this machine.
-        number: of the port, which this process or another one may hold already; 0 takes a free one.
+    Its socket is bound and does not listen, so that a server that sets SO_REUSEADDR, as all do, may listen there, and
+    another one after it. This process or another one may hold ``number`` already; 0 takes a free port.
     """
 
     def __init__(self, address: str = ADDRESS, number: int = 0) -> None:
@@ -67,7 +63,6 @@ class Child:
         log: file to which its output is appended; None for that of this process.
         environment: all its variables; None for those of this process.
         start_s: seconds that it may take to answer.
-        what: it is, for messages.
         ready: path that it answers with 200 when it is ready.
     """
 
@@ -108,11 +103,7 @@ class Child:
             )
 
     def wait_ready(self) -> None:
-        """Waits until it answers.
-
-        Raises:
-            RunError: it does not in time, or has ended.
-        """
+        """Waits until it answers; raises a RunError if it does not in time, or has ended."""
         assert self._process is not None
         end, (pause_s, most_s) = time.monotonic() + self._start_s, _CHECKS_S
         see = "its own error is above" if self._log is None else f"see {self._log}"

@@ -19,13 +19,10 @@ ORPHAN_S = 4
 
 
 class Stopping:
-    """Installs the signal handlers; a reentrant context manager.
+    """Installs the signal handlers; a reentrant context manager, whose ``received`` is the first signal.
 
     Outside of :meth:`deferred` the first signal raises KeyboardInterrupt. A signal that is ignored when the handlers
     are installed (SIGHUP under nohup) stays ignored.
-
-    Attributes:
-        received: the first signal; None before it.
     """
 
     def __init__(self) -> None:

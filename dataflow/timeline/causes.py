@@ -25,10 +25,9 @@ _QUEUED_FOR = {"slot": "a free slot", "rate": "the rate limit", "pause": "the se
 
 @dataclass(frozen=True)
 class Wait:
-    """An interval in which nothing ran on a resource.
+    """An interval, in seconds from the run's first task, in which nothing ran on a resource.
 
     Attributes:
-        begin, end: seconds from the run's first task.
         cause: "rewards", "weights", "controller", "io", "start-up", "dispatch", or another resource or stage by name,
             such as that of a further reward agent.
         task: the task that ended the wait.
@@ -48,16 +47,11 @@ class Wait:
 
 
 def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, float] | None = None) -> list[Wait]:
-    """Returns every wait of a resource, in order of time.
+    """Returns every wait of a resource, in order of time; the run need not be finished.
 
-    Args:
-        trace: of a run, finished or not.
-        resource: to look at.
-        window: (begin, end) in seconds; by default from the run's first task to the end of its last training task.
-
-    Returns:
-        Waits that do not overlap and cover all idle time of the window. An interval with several causes gives one wait
-        for each. A wait ends where the run was killed, and another begins at the resume.
+    The waits do not overlap and cover all idle time of the window, by default from the run's first task to the end of
+    its last training task. An interval with several causes gives one wait for each. A wait ends where the run was
+    killed, and another begins at the resume.
     """
     begin, end = window or trace.window
     charge = _Charge(trace, resource)
@@ -150,10 +144,7 @@ def pool_waits(
 ) -> dict[str, float]:
     """Returns {cause: seconds that the GPUs waited}; the mean over several pools, so that it is a share of the time.
 
-    Args:
-        trace: of a run, finished or not.
-        window: see :func:`exposed_waits`.
-        pools: of GPUs; None for all that the trace shows.
+    ``window`` is that of :func:`exposed_waits`; ``pools`` are all that the trace shows by default.
     """
     pools = (trace.pools or POOLS[:1]) if pools is None else pools
     by_cause: dict[str, float] = {}
@@ -224,8 +215,6 @@ class Culprit:
     """What one wait was for: the task or, for rewards, the last request to end.
 
     Attributes:
-        wait: the interval.
-        pool: the GPUs that waited.
         step: of the task that was waited for; None if there was none (start-up).
         request: for rewards, the last to end of the requests waited for, if the trace has it.
     """
@@ -282,9 +271,7 @@ class Culprit:
 def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
     """Returns a culprit per wait of the GPUs (:func:`exposed_waits`), longest first.
 
-    Args:
-        trace: of a run.
-        pools: of GPUs; None for all that the trace shows.
+    ``pools`` are all that the trace shows by default.
     """
     last: dict[tuple[str, int, int | None], Mark] = {}
     """(collecting stage, "validation" or "" for any; step; part, None for any) -> the last request to end."""
@@ -321,12 +308,9 @@ def critical_path(trace: Trace) -> list[Span]:
     """Returns the chain of tasks that determined when the run ended, in order of time.
 
     It is followed backwards from the last training task. Each task began when the last thing it needed was available:
-    the output of the last dependency, or the slot that another task had occupied. Of a streaming task, only the time
-    until it emitted the chunk that was waited for is on the path. Tasks may overlap by the difference between the
-    clocks of two processes.
-
-    Args:
-        trace: of a run; ``meta["resources"]`` gives the resources with a limited number of slots.
+    the output of the last dependency, or the slot that another task had occupied, of a resource that
+    ``meta["resources"]`` limits. Of a streaming task, only the time until it emitted the chunk that was waited for is
+    on the path. Tasks may overlap by the difference between the clocks of two processes.
     """
     slots = trace.meta.get("resources") or {}
     known = by_task(trace.spans)

@@ -101,11 +101,7 @@ def evaluated(facts: Mapping[str, Any]) -> str:
 
 
 def summary_of(run: str) -> dict[str, Any]:
-    """Returns the content of a run's summary.json; {} if there is none.
-
-    Raises:
-        DataError: it is not a JSON object.
-    """
+    """Returns the content of a run's summary.json; {} if there is none."""
     path = Path(run)
     path = (path if path.is_dir() else path.parent) / "summary.json"
     if not path.is_file():
@@ -122,9 +118,7 @@ def summary_of(run: str) -> dict[str, Any]:
 def facts_of(run: str, out: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns what a page of one run says besides its trace: its summary, and ``samples``, the link to their page.
 
-    Args:
-        run: its directory, or its trace.
-        out: the page, which the link starts from. Without a page of samples in the run's directory there is no link.
+    The link starts from the page ``out``. Without a page of samples in the run's directory there is no link.
     """
     path = Path(run)
     samples = (path if path.is_dir() else path.parent) / "samples.html"

@@ -18,9 +18,7 @@ KINDS = (".html", *_PICTURES)
 def check(out: str | None, *more: str) -> None:
     """Checks that a file can be drawn, before anything is run or written; None if no file is asked for.
 
-    Raises:
-        DataError: the extension is none of a picture or a page, nor one ``more``, the file cannot be written, or what
-            draws pictures is not installed.
+    Its extension is that of a picture, of a page, or one of ``more``.
     """
     if out is None:
         return

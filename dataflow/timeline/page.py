@@ -55,16 +55,10 @@ def page(
     title: str | None = None,
     facts: Facts | None = None,
 ) -> None:
-    """Writes a page of one run, or of several below each other on one time axis.
+    """Writes a page of one run, or of several on one time axis, of which the others are compared with the first.
 
-    Args:
-        traces: one run, or several by name; the others are compared with the first.
-        path: file name ending in ``.html``, replaced atomically. The same traces give the same file.
-        title: over the whole page; the names of the runs by default.
-        facts: of each run.
-
-    Raises:
-        DataError: the file name has another ending, or a trace has no task.
+    The path ends in ``.html`` and is replaced atomically; the same traces give the same file. The default title is the
+    names of the runs.
     """
     if Path(path).suffix.lower() != ".html":
         raise DataError(f"page {path}: no such kind, '{Path(path).suffix}'; give a name in .html.")
@@ -101,9 +95,7 @@ def _asset(name: str) -> str:
 def chart(traces: Mapping[str, Trace], samples: Mapping[str, str]) -> dict[str, Any]:
     """Returns what ``page.js`` draws, JSON-able.
 
-    Args:
-        traces: runs by name, each with at least one task.
-        samples: run -> address of the page of its samples, if there is one.
+    Each run has at least one task; ``samples`` has the address of the page of its samples, if there is one.
     """
     made: dict[str, Any] = {name: [] for name in ("runs", "rows", "bands", "waits", "bars", "path", "gaps")}
     made |= {"height": 0.0, "length": 0.0}

@@ -34,15 +34,7 @@ _SPAN = ("stage", "step", "part", "parts", "resource", "waited_for")
 
 
 class TraceWriter:
-    """Writes one trace while its items are added.
-
-    Args:
-        path: of the file, which is overwritten; its directory must exist.
-        meta: of the trace, as far as it is known.
-
-    Raises:
-        RunError: the file cannot be opened.
-    """
+    """Writes one trace while its items are added, over an existing file; the directory must exist."""
 
     def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
         self.path = Path(path)
@@ -66,8 +58,7 @@ class TraceWriter:
     def add(self, *items: Span | Mark | Level) -> None:
         """Writes spans, marks and levels at once, so that they outlive a kill of this process.
 
-        Raises:
-            RunError: writing failed (the disk is full); raised once, and nothing more is written afterwards.
+        If writing fails (the disk is full), it raises RunError once, and nothing more is written afterwards.
         """
         for item in items:
             if isinstance(item, Span):
@@ -80,20 +71,12 @@ class TraceWriter:
         self._flush()
 
     def describe(self, meta: Mapping[str, Any]) -> None:
-        """Writes the trace's meta as known by now; the last one in the file counts.
-
-        Raises:
-            RunError: see :meth:`add`.
-        """
+        """Writes the trace's meta as known by now; the last one in the file counts."""
         self._put(_described(meta, open=True))
         self._flush()
 
     def close(self, trace: Trace) -> None:
-        """Ends the file with the final meta and what depends on the whole trace. A second call does nothing.
-
-        Raises:
-            RunError: see :meth:`add`.
-        """
+        """Ends the file with the final meta and what depends on the whole trace. A second call does nothing."""
         if self._file.closed:
             return
         with self:
@@ -240,12 +223,7 @@ _quick = json.JSONEncoder(check_circular=False, allow_nan=False, separators=(","
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Writes a whole trace; the file is replaced atomically.
 
-    Args:
-        trace: to write. NaN and infinities in ``args`` become null, numpy scalars become numbers.
-        path: of the JSON file; its directory must exist.
-
-    Raises:
-        RunError: the file cannot be written.
+    NaN and infinities in ``args`` become null, numpy scalars become numbers.
     """
     items: list[Span | Mark | Level] = [*trace.spans, *trace.marks, *trace.levels]
     with replaced(path) as temporary, TraceWriter(temporary, trace.meta) as writer:
@@ -258,11 +236,7 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def load(run: str) -> Trace:
-    """Reads the trace of a run, given its directory or its file.
-
-    Raises:
-        DataError: there is no such run, or see :func:`read`.
-    """
+    """Reads the trace of a run, given its directory or its file."""
     path = Path(run)
     if path.is_dir():
         path = path / "trace.json"
@@ -275,12 +249,8 @@ def load(run: str) -> Trace:
 def read(path: str | os.PathLike[str]) -> Trace:
     """Reads a trace from its file; equal, bit for bit, to the one written. Also reads files that were cut off.
 
-    Args:
-        path: of a file that :func:`write` or a run wrote; may be compressed, as ``.gz``. If its end is missing,
-            ``meta["status"]`` is "cut off", and ``meta["cut"]`` is a sentence that describes what is missing.
-
-    Raises:
-        DataError: the file does not exist, is not JSON, or no trace of dataflow.
+    The file may be compressed, as ``.gz``. If its end is missing, ``meta["status"]`` is "cut off", and ``meta["cut"]``
+    is a sentence that describes what is missing. A file that is no trace of dataflow is a DataError.
     """
     try:
         data = Path(path).read_bytes()

@@ -26,14 +26,9 @@ _LINES: dict[str, dict[str, Any]] = {
 
 
 def draw(traces: Mapping[str, Trace] | Trace, path: str | os.PathLike[str]) -> None:
-    """Draws runs on one time axis, a panel for each.
+    """Draws runs on one time axis, a panel for each; the others are compared with the first.
 
-    Args:
-        traces: one run, or several by name; the others are compared with the first.
-        path: file name ending in ``.png`` (1400 pixels wide) or ``.svg``, replaced atomically.
-
-    Raises:
-        DataError: a trace has no task.
+    The file, ``.png`` (1400 pixels wide) or ``.svg``, is replaced atomically.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -167,8 +167,7 @@ def _s(seconds: float) -> str:
 def named(traces: Mapping[str, Trace] | Trace, what: str) -> dict[str, Trace]:
     """Returns runs by name; a single trace is named after its policy.
 
-    Raises:
-        DataError: one of the runs has no task; ``what`` is the drawing.
+    A run without a task is an error, in which ``what`` is the drawing.
     """
     runs = {str(traces.meta.get("policy", "run")): traces} if isinstance(traces, Trace) else dict(traces)
     for name, trace in runs.items():

@@ -36,7 +36,6 @@ def calculator(
     """Returns the value of an arithmetic expression.
 
     Args:
-        expression: to evaluate.
         digits: significant digits of a result that is not an integer.
 
     Raises:

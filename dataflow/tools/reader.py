@@ -185,15 +185,9 @@ def find_reader(
 ) -> Reader:
     """Returns the reader of a model's turns.
 
-    Args:
-        how: of :func:`find_format`. ``auto`` is the family whose renderer renders a chat with these tools as the
-            model's template does, or else Hermes' format.
-        tokenizer: of the model.
-        schemas: JSON schemas of the tools.
-        options: of the chat template, which the tokenizer applies by itself.
-
-    Raises:
-        ModelError: the tokenizer is not one of the family that is named.
+    ``how`` is that of :func:`find_format`. ``auto`` is the family whose renderer renders a chat with these tools as the
+    model's template does, or else Hermes' format. ``options`` are the chat template's, which the tokenizer applies by
+    itself.
     """
     if not isinstance(how, str):
         return Reader(tokenizer, how)

@@ -141,10 +141,7 @@ def _parameters(name: str, target: Any) -> tuple[inspect.Signature, type[BaseMod
 def choose_tools(module: ModuleType | None, names: Sequence[str], where: str) -> dict[str, Tool]:
     """Returns tools by name: all that the user's file marks with ``@tool``, unless ``names`` says which.
 
-    Args:
-        module: the user's file, loaded.
-        names: of tools or, in the file, of functions and classes without a mark.
-        where: begins an error.
+    Names are of tools or, in the file, of functions and classes without a mark. ``where`` begins an error.
     """
     marked = [value for value in vars(module).values() if _MARK in getattr(value, "__dict__", ())] if module else []
     found = _by_name([Tool.of(value, where) for value in marked], where)

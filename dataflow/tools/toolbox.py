@@ -170,12 +170,7 @@ class ToolCaller:
 
 
 class ToolState:
-    """The tools in one conversation: the sample's arguments by tool, and the instance of each class.
-
-    Args:
-        caller: calls them.
-        extra_info: of the sample's row.
-    """
+    """The tools in one conversation: the sample's arguments by tool, and the instance of each class."""
 
     def __init__(self, caller: ToolCaller, extra_info: Any) -> None:
         self._caller, self._kwargs = caller, tools_kwargs(extra_info)
@@ -243,11 +238,7 @@ def cut(text: str, longest: int, side: str) -> str:
 
 
 def tools_kwargs(extra_info: Any) -> dict[str, dict[str, Any]]:
-    """Returns the ``tools_kwargs`` of a sample's ``extra_info``: the keywords of each tool, by its name.
-
-    Raises:
-        DataError: those of a tool are not a mapping.
-    """
+    """Returns the ``tools_kwargs`` of a sample's ``extra_info``: the keywords of each tool, by its name."""
     found = (extra_info or {}).get("tools_kwargs") or {}
     for name, given in found.items():
         if not isinstance(given, Mapping | None):

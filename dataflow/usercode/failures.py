@@ -101,11 +101,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 async def contained(awaitable: Awaitable[Any]) -> Any:
-    """Awaits user code that runs as a task, where SystemExit would end the event loop.
-
-    Raises:
-        UserExit: in place of what is no Exception, but for an interrupt and a cancellation.
-    """
+    """Awaits user code that runs as a task; what is no Exception becomes a UserExit, as it would end the event loop."""
     try:
         return await awaitable
     except (Exception, asyncio.CancelledError, GeneratorExit):

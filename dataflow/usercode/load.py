@@ -36,14 +36,9 @@ _MACHINERY = (
 
 
 def load_file(path: str, where: str) -> ModuleType:
-    """Executes a user's Python file and returns it as a module.
+    """Executes a user's Python file (or ``pkg://`` and an installed module's name, as in verl) and returns the module.
 
-    Args:
-        path: of the file; or ``pkg://`` and the name of an installed module, as in verl.
-        where: the setting that names it; begins the error.
-
-    Raises:
-        ConfigError: the file does not exist or cannot be imported.
+    ``where`` is the setting that names it; it begins the ConfigError.
     """
     label, spec = path.removeprefix(INSTALLED).replace("/", "."), None
     if not path.startswith(INSTALLED):

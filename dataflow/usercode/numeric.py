@@ -16,8 +16,7 @@ LARGEST_SCORE = 1e15
 def real_number(value: Any) -> float:
     """Returns a number as float, NaN and infinities included; an array or tensor of one element as that element.
 
-    Raises:
-        ValueError: the value is not a real number; the message names what it is.
+    It raises ValueError, which names the value, for any other.
 
     >>> real_number(True), real_number(2)
     (1.0, 2.0)

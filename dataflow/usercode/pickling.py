@@ -12,11 +12,7 @@ from typing import IO, Any, ClassVar
 
 
 def dumps(value: Any) -> bytes:
-    """Returns the pickle of a value; ``pickle.loads`` reads it.
-
-    Args:
-        value: of any type that cloudpickle pickles; that pickle does, where cloudpickle is not installed.
-    """
+    """Returns the pickle of a value, by cloudpickle or, where that is not installed, by pickle."""
     file = io.BytesIO()
     dump(value, file)
     return file.getvalue()

@@ -33,12 +33,7 @@ EFFECTS: list[tuple[str, str, tuple[Any, ...]]] = [
 
 
 def without_effect(config: BaseModel, given: Collection[str]) -> list[str]:
-    """Returns sentences about keys that were given, are not at their defaults, and have no effect.
-
-    Args:
-        config: of a run.
-        given: the keys that the user gave, dotted.
-    """
+    """Returns sentences about the keys of ``given``, dotted, that are not at their defaults and have no effect."""
     found = []
     for keys, other, values in EFFECTS:
         idle = [key for key in keys.split() if key in given and not _at_default(config, key)]

@@ -154,12 +154,9 @@ def _value(cls: type[BaseModel], key: str, raw: str) -> Any:
 
 
 def _lay_over(at: Any, below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    """Lays nested values over others: those of a section key by key; a plain value of a section is its shorthand's.
+    """Lays nested values over ``below``, in place, section by section; a plain text sets a section's shorthand key.
 
-    Args:
-        at: type of the section or mapping.
-        below: values that are overridden, changed in place.
-        above: values that override them.
+    ``at`` is the type of the section or mapping.
     """
     for name, value in above.items():
         annotation = _annotation(at, [str(name)])

@@ -18,12 +18,10 @@ _SECTIONS = ("actor_rollout_ref", "global_profiler", "ray_kwargs", "reward_model
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a verl key means here.
+    """What a verl key means here: ``ours`` is the key here, None if there is none.
 
-    Attributes:
-        ours: the key here; None if there is none.
-        note: how they differ by more than the name, or what to do without a counterpart; "" if there is nothing to say.
-        fine: whether a key without a counterpart may have any value.
+    ``note`` says how they differ by more than the name, or what to do without a counterpart. A key without a
+    counterpart is ``fine`` if it may have any value.
     """
 
     ours: str | None = None
@@ -64,9 +62,7 @@ def keys() -> Mapping[str, Meaning]:
 def find(key: str, value: Any = None) -> Meaning | None:
     """Returns what a verl key means; None if the table does not name it.
 
-    Args:
-        key: verl's.
-        value: verl's, which may mean what happens here in any case.
+    For some keys it depends on verl's value, which may mean what happens here in any case.
 
     >>> find("data.train_batch_size").ours
     'data.prompts'
@@ -106,10 +102,6 @@ def moved(key: str) -> str | None:
 
 def hint(key: str, critic: bool = False) -> str | None:
     """Returns the name of a verl key here, as part of a message; None for a key that is not verl's.
-
-    Args:
-        key: as the user wrote it.
-        critic: whether the pipeline has a critic.
 
     >>> hint("data.train_batch_size")
     "verl's 'data.train_batch_size' is 'data.prompts' here."

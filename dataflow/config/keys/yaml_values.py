@@ -38,11 +38,7 @@ for _each in (_Loader, _Dumper):
 
 
 def load(text: str) -> Any:
-    """Returns the value of a YAML text.
-
-    Raises:
-        ValueError: it is not YAML, or a key is given twice; the message is part of a sentence.
-    """
+    """Returns the value of a YAML text; a key may not be given twice. A ValueError's message is part of a sentence."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

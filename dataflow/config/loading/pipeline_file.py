@@ -73,11 +73,7 @@ def pipeline_of(module: ModuleType, config: BaseConfig) -> Pipeline:
 
 
 def inputs_of(module: ModuleType, config: BaseConfig) -> Mapping[str, Callable[[int], Any]]:
-    """Returns the fields that the file's ``inputs(config)`` adds, each a function of the step; {} without one.
-
-    Raises:
-        ConfigError: it raises, or returns something else.
-    """
+    """Returns the fields that the file's ``inputs(config)`` adds, each a function of the step; {} without one."""
     if not hasattr(module, "inputs"):
         return {}
     with _errors_of(module.__file__, "inputs(config) failed"):

@@ -34,12 +34,9 @@ _GIT_S = 5.0
 
 
 def dump(config: BaseConfig, pipeline: str | Path, data: Mapping[str, str] | None = None) -> str:
-    """Returns a configuration as YAML, secrets masked, with the section ``origin``.
+    """Returns a resolved configuration as YAML, secrets masked, with the section ``origin``.
 
-    Args:
-        config: resolved.
-        pipeline: the pipeline file; "" for one made in Python.
-        data: hashes of the data; none for a run without any.
+    ``pipeline`` is "" for one made in Python; ``data`` has the hashes of the data.
     """
     origin: dict[str, Any] = {}
     if str(pipeline):
@@ -63,17 +60,10 @@ def _git(file: Path) -> dict[str, Any]:
 
 
 class Saved:
-    """A run's configuration file.
+    """A run's configuration file, with its pipeline as ``module``.
 
-    Args:
-        path: of the ``config.yaml``.
-        module: the pipeline that is given once more, as a file or made in Python; None for the one the file names.
-
-    Attributes:
-        module: the pipeline file.
-
-    Raises:
-        ConfigError: the file is missing or damaged, its pipeline file is gone, or another pipeline is given.
+    A ``module`` that is given once more, as a file or made in Python, must be the run's own pipeline; None loads the
+    one that the file names.
     """
 
     def __init__(self, path: Path, module: ModuleType | None = None) -> None:
@@ -105,11 +95,7 @@ class Saved:
         return parse_overrides(self._class, [], self._values)
 
     def config(self, overrides: Sequence[str]) -> BaseConfig:
-        """Returns the configuration with ``key=value`` arguments laid over it.
-
-        Raises:
-            ConfigError: an argument is wrong, or a secret that the file does not hold is not given again.
-        """
+        """Returns the configuration with ``key=value`` arguments laid over it, which give masked secrets again."""
         if self._changed:
             logger.warning(f"{self.module.__file__} has changed since {self.path} was written.")
         given = dict([part.strip() for part in arg.split("=", 1)] for arg in overrides if "=" in arg)
@@ -153,11 +139,7 @@ def load(path: str | Path, overrides: Sequence[str]) -> tuple[ModuleType, BaseCo
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Returns all that a configuration file holds.
-
-    Raises:
-        ConfigError: it is missing or damaged.
-    """
+    """Returns all that a configuration file holds."""
     try:
         values = yaml_values.load(decoded(path.read_bytes()))
     except OSError as error:

@@ -38,14 +38,7 @@ _BACKOFF_S, _LONGEST_S = 0.5, 10.0
 
 @dataclass(eq=False)
 class _State:
-    """A server as the engine sees it.
-
-    Attributes:
-        server: takes the requests.
-        loads: number of times that it was sent weights.
-        failures: in a row.
-        restoring: brings it back into use; None while it is in use.
-    """
+    """A server as the engine sees it; ``failures`` are those in a row, and ``restoring`` is None while it is in use."""
 
     server: Server
     loads: int = 0
@@ -60,18 +53,12 @@ class HttpRollout(Rollout):
     brings others. They must not be used by another run at the same time. All calls must be made on one event loop.
 
     Args:
-        model, max_prompt_length, in_flight: see :class:`~dataflow.engines.rollout.Rollout`, as for errors.
-        urls: of the servers, maybe with a user name and a password.
         max_model_len: tokens of prompt and response together.
-        api_key_env: environment variable that holds the servers' API key.
         slots: requests in flight at one server.
         timeout: seconds that a server may take for a sample, or to load weights.
         tries: of a sample, at all servers together; rejections for load are not counted for ``wait`` seconds.
         wait: seconds that samples may wait while no server takes them.
         weights_dir: directory that the servers can read, too; None for a temporary one.
-
-    Raises:
-        ConfigError: an address or the key is invalid.
     """
 
     def __init__(
@@ -163,10 +150,9 @@ class HttpRollout(Rollout):
         return await asyncio.shield(self._writing)
 
     async def _load(self, weights: Path, version: int) -> None:
-        """Makes all servers in use load new weights. One that is out of use gets them when it answers again.
+        """Makes all servers in use load new weights; one that is out of use gets them when it answers again.
 
-        Raises:
-            RunError: no server takes them, or none answers; samples are drawn with the old ones.
+        If no server takes them, it raises RunError, and samples are drawn with the old ones.
         """
         before, self._current = self._current, weights
         try:
@@ -258,18 +244,9 @@ class HttpRollout(Rollout):
 def check_servers(
     urls: Sequence[str], api_key_env: str | None, model: str | None, longest: int, patience_s: float
 ) -> str:
-    """Waits until all servers answer, and checks what they serve; nothing is changed.
+    """Waits up to ``patience_s`` until all servers answer, and checks what they serve; nothing is changed.
 
-    Args:
-        urls, api_key_env: see :class:`HttpRollout`.
-        model, longest: see :class:`~dataflow.engines.http.server.Wanted`.
-        patience_s: seconds in which a server shall answer.
-
-    Returns:
-        What they are, as a clause.
-
-    Raises:
-        ConfigError: one does not answer, or cannot serve the run.
+    Returns what they are, as a clause.
     """
 
     async def kind_of(server: Server) -> str:
@@ -302,11 +279,7 @@ def check_servers(
 
 
 def _write_weights(place: Path, model: Path, weights: Mapping[str, torch.Tensor] | None, version: int) -> Path:
-    """Writes weights, those of ``model`` for None, into a new directory.
-
-    Raises:
-        RunError: they cannot be written.
-    """
+    """Writes weights, those of ``model`` for None, into a new directory."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -31,11 +31,9 @@ _SHAPE = ("architectures", "vocab_size", "num_hidden_layers", "hidden_size", "ti
 
 
 class ServerError(Exception):
-    """A request to an inference server was not answered as it should.
+    """A request to an inference server was not answered as it should; ``status`` is the reply's, if that is the error.
 
-    Attributes:
-        status: HTTP status of the reply, if that is the error.
-        wait_s: seconds to wait before the next request, as the server asks.
+    ``wait_s`` are the seconds to wait before the next request, as the server asks.
     """
 
     def __init__(self, message: str, *, status: int | None = None, wait_s: float = 0.0) -> None:
@@ -67,9 +65,8 @@ def _reading(what: str) -> Iterator[None]:
 class Wanted:
     """What a run needs of its servers.
 
-    Attributes:
-        model: directory of the actor; None if it is not on this machine yet.
-        longest: tokens of a prompt and its response together.
+    ``model`` is the directory of the actor, None if it is not on this machine yet; ``longest`` the tokens of a prompt
+    and its response together.
     """
 
     model: str | None
@@ -79,10 +76,7 @@ class Wanted:
 class Server:
     """The requests to one server; each raises :class:`ServerError` if it is not answered as it should.
 
-    Args:
-        url: ``http://host:port``, with or without ``/v1``; a user name and a password in it are sent as a header.
-        key: the API key, if the server requires one.
-        timeout_s: for a sample, or to load weights.
+    A user name and a password in ``url`` are sent as a header.
     """
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
@@ -94,11 +88,7 @@ class Server:
         self._model = ""
 
     async def check(self, wanted: Wanted) -> str:
-        """Checks that the server can serve a run; returns what it is.
-
-        Raises:
-            ConfigError: it is of another kind, was started with other options, or has another model.
-        """
+        """Returns what the server is, in words; raises ConfigError if it cannot serve the run."""
         where = f"engine.urls: {self.url}"
         try:
             version, models = await self._get("/version"), await self._get("/v1/models")
@@ -141,16 +131,9 @@ class Server:
     async def sample(
         self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], seed: int
     ) -> tuple[list[int], list[float], str]:
-        """Samples one response.
+        """Samples one response; returns its token ids, the log-prob of each, and why it ended.
 
-        Args:
-            prompt: token ids.
-            sampling: how to draw.
-            ends: all tokens that end a response.
-            seed: of its random numbers, below 2**63.
-
-        Returns:
-            The token ids, the log-prob of each, and why the response ended.
+        ``ends`` are all tokens that end a response, and ``seed`` is below 2**63.
         """
         reply = await self._post(
             "/v1/completions",
@@ -248,11 +231,7 @@ class Server:
 
 
 def check_urls(urls: Sequence[str]) -> None:
-    """Checks the addresses of servers.
-
-    Raises:
-        ConfigError: there is none, or one is no address or is given twice.
-    """
+    """Checks the addresses of servers: there is one at least, and none is given twice."""
     if not urls:
         raise ConfigError("engine.rollout=http needs the servers' addresses; give engine.urls=[http://host:port].")
     for url in urls:
@@ -264,11 +243,7 @@ def check_urls(urls: Sequence[str]) -> None:
 
 
 def servers_at(urls: Sequence[str], api_key_env: str | None, timeout_s: float) -> list[Server]:
-    """Returns the server at each url.
-
-    Raises:
-        ConfigError: the urls are not valid, or the environment variable holds no key.
-    """
+    """Returns the server at each url; raises ConfigError if the environment variable holds no key."""
     check_urls(urls)
     key = key_of(api_key_env, KEY)
     if key and any(without_login(url)[1] for url in urls):

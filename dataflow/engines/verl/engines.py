@@ -42,8 +42,8 @@ class CpuEngine(FSDPEngineWithLMHead):
 class ValueEngine(FSDPEngineWithValueHead):
     """A causal LM's body with a new head of one number per token.
 
-    verl's own engine loads it with flash attention, whatever its options, and needs trl if that is missing. This one
-    is loaded as a language model, with the attention that the options name.
+    verl's own engine loads it with flash attention, whatever its options, and needs trl if that is missing. This one is
+    loaded as a language model, with the attention that the options name.
     """
 
     def __init__(self, model_config: Any, **options: Any) -> None:

@@ -24,19 +24,13 @@ _BESIDE = (".json", ".jinja", ".txt", ".model", ".py")
 def write_model(
     weights: Mapping[str, torch.Tensor], source: str | Path, directory: Path, card: str, *, replace: bool = False
 ) -> None:
-    """Writes a model: weights, configuration, all that lies beside them (tokenizer, processor, ...) and a model card.
+    """Writes a model and a model card (Markdown) into a directory, which appears when it is complete.
 
-    The directory appears when it is complete.
-
-    Args:
-        weights: by Hugging Face name, of any float type; tied ones at least once.
-        source: directory of the model that was trained, for everything but the weights, and for their type.
-        directory: to make.
-        card: text of the model card, as Markdown.
-        replace: whether the directory may exist; it is replaced then.
+    All but the weights, such as the tokenizer, and their type are those of the model in ``source`` that was trained.
+    ``weights`` have Hugging Face names, any float type, and tied ones at least once.
 
     Raises:
-        ConfigError: the directory exists, or cannot be made.
+        ConfigError: the directory cannot be made, or exists and is not to be replaced.
         RunError: a file cannot be written.
         DataError: the weights are not those of such a model.
     """
@@ -80,8 +74,7 @@ def write_adapter(
 def with_adapter(source: Path, weights: Mapping[str, torch.Tensor], config: Any) -> Any:
     """Returns peft's model: the weights of a model, and an adapter with peft's configuration beside them.
 
-    Raises:
-        DataError: the adapter is not one of this model.
+    Raises DataError if the adapter is not one of this model.
     """
     from peft import get_peft_model
     from transformers import AutoConfig

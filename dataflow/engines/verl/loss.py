@@ -102,9 +102,7 @@ def over_tokens(
 def reduced(found: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Returns one float per metric, under verl's names, from the values of each rank and micro-batch.
 
-    Args:
-        found: what verl's worker returned, with :func:`over_tokens`.
-        prefix: of names without one, such as ``actor``.
+    ``found`` is what verl's worker returned, with :func:`over_tokens`; names without a prefix get this one.
     """
     from verl.utils.metric import Metric
 
@@ -126,14 +124,7 @@ def reduced(found: Mapping[str, Any], prefix: str) -> dict[str, float]:
 def weighed(
     metrics: Mapping[str, float], rows: int, tokens: int, seconds: float, loss_agg_mode: str
 ) -> dict[str, float]:
-    """Returns the metrics of an update with what each counts, so that the mean over a step's updates is over that.
-
-    Args:
-        metrics: of the update.
-        rows, tokens: that were trained on.
-        seconds: that the update took.
-        loss_agg_mode: of the loss: over tokens, or over sequences.
-    """
+    """Returns the metrics of an update with what each counts, so that the mean over a step's updates is over that."""
     of_loss = tokens if loss_agg_mode == "token-mean" else rows
     found = dict(metrics)
     for name, value in metrics.items():

@@ -134,18 +134,15 @@ class TrainedModel(Checkpointed):
     ) -> dict[str, float]:
         """Takes an optimizer step on the rows that have a token to train on.
 
-        If none has, no step is taken: weights and optimizer stay bit for bit, and only the LR scheduler may step.
+        If none has, no step is taken: weights and optimizer stay bit for bit, and only the LR scheduler may step. The
+        metrics are verl's, the same on every rank, and the learning rate of this step; if no step was taken, as no row
+        trains or the gradient is not finite, only this rate and ``skipped_updates``, which is 1.
 
         Args:
-            batch: with the columns of :func:`inputs_of`.
             last: whether it is the last one of the training step, after which the LR scheduler steps.
             columns: that the loss reads, by verl's name.
             reported: returns further metrics of the rows that train.
             **options: of verl's engine.
-
-        Returns:
-            verl's metrics, the same on every rank, and the learning rate of this step. If no step was taken, as no row
-            trains or the gradient is not finite, only this rate and ``skipped_updates``, which is 1.
         """
         from verl.utils import tensordict_utils as tu
 
@@ -182,10 +179,7 @@ class TrainedModel(Checkpointed):
         return weighed(metrics, len(batch), tokens, clock.now() - began, self.loss_agg_mode)
 
     def _infer(self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any) -> dict[str, Ragged]:
-        """Returns outputs of the model for all rows, on every rank, float32 ``[rows, R]``, 0 where the mask is.
-
-        They have no padding yet, as verl's engine returns them without.
-        """
+        """Returns outputs for all rows, on every rank, 0 where the mask is; without padding, as verl's engine does."""
         from verl.utils import tensordict_utils as tu
 
         spans = Spans.in_batch(batch)
@@ -241,8 +235,7 @@ def digest(weights: Mapping[str, torch.Tensor]) -> str:
 def _merged(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields whole weights by Hugging Face name, the adapter's product added; all ranks must iterate.
 
-    The sum is made from gathered tensors, so that it has the same bits on any number of ranks, in the weights' own
-    type; verl's own merge yields bfloat16.
+    The sum has the same bits on any number of ranks, in the weights' own type; verl's own merge yields bfloat16.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import transpose

@@ -39,10 +39,8 @@ def inputs_of(batch: Batch, **more: str) -> Batch:
 class Spans:
     """Where the responses lie in rows without padding.
 
-    Attributes:
-        tokens: of each row, prompt included, int64 ``[rows]``.
-        responses: tokens of each response, int64 ``[rows]``.
-        room: R, tokens that responses are padded to.
+    ``tokens`` are those of each row, prompt included; ``responses`` the tokens of each response; ``room`` is R, tokens
+    that responses are padded to.
     """
 
     tokens: np.ndarray
@@ -102,13 +100,10 @@ def _rows_of(values: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Division:
-    """How a trained model divides rows.
+    """How a trained model divides rows: ``size`` of them make a micro-batch.
 
-    Attributes:
-        rank, world: of the process group.
-        size: rows of a micro-batch.
-        max_tokens: most tokens of a micro-batch, which verl then makes of as many rows as fit; None for ``size``.
-        balance: whether ranks get rows of about the same number of tokens together, by verl's partitions.
+    With ``max_tokens`` verl makes micro-batches of as many rows as fit instead. ``balance`` gives ranks rows of about
+    the same number of tokens together, by verl's partitions.
     """
 
     rank: int
@@ -120,14 +115,8 @@ class Division:
     def slots(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the row in each place of each micro-batch, -1 for padding, ``[world x micro-batches, size]``.
 
-        With ``max_tokens`` there is one piece a rank, of which verl makes micro-batches.
-
-        Args:
-            lengths: tokens of each row, prompt included.
-
-        Raises:
-            ConfigError: a row is longer than ``max_tokens``.
-            DataflowError: there are no rows.
+        With ``max_tokens`` there is one piece a rank, of which verl makes micro-batches, and a row that is longer
+        raises ConfigError. ``lengths`` are the tokens of each row, prompt included.
         """
         rows = len(lengths)
         if rows < 1:
@@ -163,10 +152,7 @@ class Division:
         return {name: float(value) for name, value in found.items()}
 
     def gather(self, mine: torch.Tensor, spans: Spans, slots: np.ndarray) -> Ragged:
-        """Returns the outputs of all ranks in the batch's order, from this rank's values, one row after another.
-
-        Rows that pad pieces are left out.
-        """
+        """Returns the outputs of all ranks in the batch's order, without rows that pad, from this rank's values."""
         flat = slots.reshape(-1)
         lengths = spans.responses[np.maximum(flat, 0)]
         parts = [mine]

@@ -47,9 +47,7 @@ _WEIGHTS, _OPTIMIZER, _SHARED, _RANDOM = "model", "optimizer", "shared", "random
 class Checkpointed:
     """A trained model whose state can be copied, written and loaded; every rank makes the same calls.
 
-    Args:
-        engine: verl's, with ``module``, ``optimizer`` and ``lr_scheduler``.
-        model: directory of the initial weights; a checkpoint of another model is refused.
+    ``model`` is the directory of the initial weights: a checkpoint of another model is refused.
     """
 
     def __init__(self, engine: Any, model: str) -> None:
@@ -170,16 +168,9 @@ class Checkpointed:
 
 
 def read_weights(directory: str | Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """Returns the weights of a checkpoint, without a process group.
+    """Returns the weights of a checkpoint by Hugging Face name, and None; needs no process group.
 
-    Args:
-        directory: that :meth:`Checkpointed.write` wrote.
-
-    Returns:
-        The weights by Hugging Face name, and None; or those of a LoRA adapter by peft's, and its configuration.
-
-    Raises:
-        DataError: it holds no weights.
+    For a LoRA adapter it returns those by peft's names, and peft's configuration. Raises DataError if there are none.
     """
     found = FileSystemReader(directory).read_metadata().state_dict_metadata
     state: dict[str, Any] = {

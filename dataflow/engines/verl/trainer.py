@@ -118,14 +118,7 @@ class VerlTrainer(TrainedModel):
 class VerlCritic(TrainedModel):
     """Estimates the return of each token; implements the Critic Protocol. RANK, ... come from the environment.
 
-    Args:
-        model: directory of a causal LM, whose body it begins with; its head is new, drawn from ``seed``.
-        critic: section ``critic``, a :class:`~dataflow.config.training.CriticConfig`.
-        total_steps: training steps of the run.
-        **options: ``seed``, ``device``, ``threads``, ``shares_gpu`` of :class:`TrainedModel`.
-
-    Raises:
-        ConfigError: training is not possible with an option.
+    It begins with the body of a causal LM; its head is new, drawn from ``seed``.
     """
 
     name = "critic"
@@ -142,26 +135,14 @@ class VerlCritic(TrainedModel):
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
         """Takes one optimizer step on all rows that have a token to train on; see :meth:`TrainedModel._update`.
 
-        Args:
-            batch: columns of the responses, ``values`` (those that the advantages were made of: predictions are
-                clipped around them) and ``returns``, float32 ``[rows, R]``.
-            last: whether it is the last one of the training step, after which the LR scheduler steps.
-
-        Returns:
-            verl's metrics, the same on every rank: ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
-            ``critic/grad_norm``, ``critic/lr``.
+        It reads ``returns`` and ``values``, those that the advantages were made of: predictions are clipped around
+        them.
         """
         return self._update(batch, last, {"values": "values", "returns": "returns"})
 
 
 class VerlTeacher(TrainedModel):
-    """Scores tokens, and is never trained: the optimizer that verl builds with it holds no memory before a step.
-
-    Args:
-        model: directory of a causal LM.
-        options: a :class:`~dataflow.config.training.TrainedConfig`, whose optimizer is not used.
-        **more: ``temperature``, ``device``, ``threads`` of :class:`TrainedModel`.
-    """
+    """Scores tokens, and is never trained: the optimizer that verl builds with it holds no memory before a step."""
 
     name = "teacher"
 

@@ -24,14 +24,7 @@ _PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 def image_input(prompt: Sequence[int], shown: Any, config: Any, group: int) -> dict[str, Any]:
     """Returns what vLLM's ``MultiModalInput`` has besides the token ids; nothing for a prompt without images.
 
-    Args:
-        prompt: token ids, with a token for each patch of an image.
-        shown: what the prompt shows: ``inputs`` has ``pixel_values`` and ``image_grid_thw``, or is empty.
-        config: the model's configuration.
-        group: of the prompt, for error messages.
-
-    Raises:
-        DataError: the tokens for patches are not those of the images.
+    It raises DataError if the tokens for patches in the prompt are not those of the images in ``shown.inputs``.
     """
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
@@ -83,9 +76,6 @@ def register(config: Any) -> None:
     """Lets vLLM load a model that takes images where torchvision is not installed, as it is needed for videos alone.
 
     Replaces the model in vLLM's registry, for this process.
-
-    Args:
-        config: the model's configuration.
     """
     pillow = importlib.import_module(_PILLOW)
     # vLLM imports a function from transformers' module that needs torchvision; another module has the same function.

@@ -30,13 +30,8 @@ class RolloutWorker:
         """Makes the sampler return log-probs at the sampling temperature, before the cuts of top_p and top_k.
 
         Of vLLM's own modes, ``raw_logprobs`` is at temperature 1 and ``processed_logprobs`` after the cuts. In the
-        processed modes vLLM reports whatever ``Sampler.sample`` returns besides the tokens.
-
-        Args:
-            undrawn: tokens that are never drawn; a cut as the others are, so log-probs count them.
-
-        Raises:
-            RuntimeError: the sampler has another interface.
+        processed modes vLLM reports whatever ``Sampler.sample`` returns besides the tokens. ``undrawn`` tokens are
+        never drawn; they are a cut as the others are, so log-probs count them.
         """
         sampler = self.model_runner.sampler
         # The sampler of vLLM's second model runner, for one, has another `sample`.
@@ -77,9 +72,7 @@ class RolloutWorker:
 def uncut_log_probs(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
     """Returns log-probs at each row's temperature, float32 ``[rows, vocabulary]``.
 
-    Args:
-        logits: float32 ``[rows, vocabulary]``.
-        temperature: ``[rows]``, below 1e-5 for greedy rows, whose log-probs are at 1; None if all are greedy.
+    Greedy rows, whose temperature is below 1e-5, get those at 1; None means that all rows are greedy.
     """
     if temperature is not None:
         logits = logits / torch.where(temperature < 1e-5, 1.0, temperature)[:, None]

@@ -24,11 +24,8 @@ from dataflow.system.supervisor import report
 class Actors:
     """The actors of one service, in order of rank; none until they are placed.
 
-    Args:
-        spec: the service.
-        threads: OMP threads in each process.
-        cluster: that the run has joined; None if the run has started its own Ray, on this machine.
-        apart: whether its processes know nothing of each other, as the replicas of an engine.
+    ``cluster`` is None if the run has started its own Ray, on this machine. Processes that are ``apart`` know nothing
+    of each other, as the replicas of an engine.
     """
 
     def __init__(self, spec: Hosted, threads: int, cluster: Cluster | None = None, apart: bool = False) -> None:

@@ -59,14 +59,9 @@ def drop_ray() -> None:
 
 
 def start_ray(num_cpus: int) -> None:
-    """Starts a Ray on this machine and connects this process to it; ``ray.shutdown`` ends it.
+    """Starts a Ray on this machine, with ``num_cpus`` unless it was begun before, and connects this process to it.
 
-    Args:
-        num_cpus: CPUs that it has, unless it was begun before.
-
-    Raises:
-        ConfigError: Ray was imported before, and would listen on every network interface.
-        RunError: it does not start.
+    ``ray.shutdown`` ends it. Raises a ConfigError if Ray was imported before: it would listen on every interface.
     """
     global _begun
     if _begun is None:

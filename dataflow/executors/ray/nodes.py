@@ -27,7 +27,6 @@ class Cluster:
     Attributes:
         here: id of the node of the process that starts services.
         labels: that the nodes of a service must have, by service; a value may be a selector of Ray's, as ``in(a,b)``.
-        directory: of the run; None if it has none.
     """
 
     here: str
@@ -63,20 +62,17 @@ class Places:
     """The places of a service's processes: which node each runs on, and its GPUs.
 
     A process has a share of one GPU, several whole ones, or the same share of each of several. Ray has no such thing as
-    the last: an actor gets a share of one GPU at most. So for each share an actor that does nothing else, a slot,
-    holds it, all on one node; the process itself requests no GPU and uses those of its slots.
+    the last: an actor gets a share of one GPU at most. So for each share an actor that does nothing else, a slot, holds
+    it, all on one node; the process itself requests no GPU and uses those of its slots.
 
     Processes with GPUs are put on few nodes, others on many.
 
     Args:
-        number: of processes.
         share: of each GPU of a process, at most 1; or a whole number of GPUs.
         devices: number of such shares of each process.
         labels: that a node must have; None leaves the nodes to Ray, as on a cluster of one.
 
     Attributes:
-        bundle: resources of a process.
-        options: of the actor of each process, for Ray.
         seen: of each process, refs to the ids of the GPUs to pass to :func:`see` in it; none if Ray sets them itself.
     """
 

@@ -86,12 +86,10 @@ def start(
     threads: int = 1,
     nodes: Labels | None = None,
 ) -> tuple[list[RemoteEngine], Callable[[], None]]:
-    """Starts engines in actors of their own, and waits until they are built.
+    """Starts ``number`` engines in actors of their own, and waits until they are built.
 
     Args:
         factory: ``"package.module:name"`` of a function that builds an engine, or a function that can be pickled.
-        options: its keyword arguments, the same for each.
-        number: of engines.
         gpus: GPUs of each, or the share of one.
         devices: GPUs that each has ``gpus`` of.
         threads: OMP threads of each.
@@ -99,11 +97,6 @@ def start(
 
     Returns:
         The engines, and a function that ends their processes and releases their nodes and GPUs.
-
-    Raises:
-        ConfigError: Ray does not run, or the factory raises it.
-        ModelError: the model cannot be loaded.
-        RunError: an engine does not start.
     """
     import ray
 

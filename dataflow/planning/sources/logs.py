@@ -62,12 +62,8 @@ def reader_of(place: Path) -> Reader | None:
 def read_scalars(path: Path) -> Scalars:
     """Reads the scalars of one run; if a resumed run logged a step twice, the later value counts.
 
-    Args:
-        path: a console log; a jsonl file of objects ``{"step": 1, "data": {...}}``; an event file or a directory of
-            them; or a CSV with a column ``global_step``, ``step`` or ``_step``.
-
-    Raises:
-        DataError: it is no log of verl, lacks a timing that a plan needs, or has one that is no number of seconds.
+    The file is a console log; a jsonl file of objects ``{"step": 1, "data": {...}}``; an event file or a directory of
+    them; or a CSV with a column ``global_step``, ``step`` or ``_step``.
     """
     reader = reader_of(path)
     if reader is None:

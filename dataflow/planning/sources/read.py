@@ -35,13 +35,8 @@ _NEEDED = [s.name for s in STAGES if s.role in ("samples", "trains") and s.name 
 def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload, PlanConfig]:
     """Reads a workload and the plan's configuration.
 
-    Args:
-        source: a run's directory or trace.json, a verl log or a .yaml file, see :data:`KINDS`.
-        overrides: ``key=value``, see :class:`~dataflow.planning.config.PlanConfig`.
-
-    Raises:
-        DataError: there is no such source, or it lacks what a plan needs.
-        ConfigError: a key or a value is wrong, or missing.
+    The source is a run's directory or trace.json, a verl log or a .yaml file, see :data:`KINDS`; the overrides are
+    ``key=value``, see :class:`~dataflow.planning.config.PlanConfig`.
     """
     path = Path(source)
     if not (path.is_file() or path.is_dir()):  # opening a FIFO would block until something writes to it
@@ -73,11 +68,7 @@ def _values(path: Path) -> Mapping[str, Any]:
 
 
 def _by_hand(path: Path, config: PlanConfig) -> Workload:
-    """Returns the workload of a file of costs and the command line.
-
-    Raises:
-        ConfigError: something is missing or wrong.
-    """
+    """Returns the workload of a file of costs and the command line."""
     config.refuse_log(str(path), "is no log")
     critic = any(name in config.stages for name in CRITIC)
     asked: dict[str, object] = {
@@ -133,9 +124,6 @@ def _with_agent(pipeline: Pipeline, name: str) -> tuple[Pipeline, str]:
     """Returns the pipeline with a further reward agent, and the name of the stage that collects its rewards.
 
     It scores all responses, and the advantages wait for all agents.
-
-    Raises:
-        ConfigError: the agent has a name that is taken.
     """
     if name in pipeline.resources or not name.isidentifier():
         raise ConfigError(

@@ -22,11 +22,7 @@ from dataflow.timeline.spans import Mark, Span, Trace
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
-    """Returns the workload of a run.
-
-    Raises:
-        DataError: the trace cannot be read, or has no complete step.
-    """
+    """Returns the workload of a run, which needs a complete step."""
     trace = perfetto.read(path / "trace.json" if path.is_dir() else path)
     planned = of_trace(trace, str(path), config)
     own = PlanConfig(seed=config.seed, log=config.log)
@@ -37,12 +33,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 
 
 def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
-    """Returns the workload of a trace.
-
-    Raises:
-        DataError: the trace has no complete step.
-        ConfigError: a key contradicts what was measured.
-    """
+    """Returns the workload of a trace, which needs a complete step; a key must not contradict what was measured."""
     job = trace.meta.get("job")
     if not isinstance(job, dict) or not {"pipeline", "prompts", "mini_batches"} <= job.keys():
         raise DataError(
@@ -120,11 +111,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
 def _times(
     trace: Trace, pipeline: Pipeline, waits: Collection[str | None], config: PlanConfig, source: str
 ) -> dict[str, StageTime]:
-    """Returns the time of each stage but of those that wait for a reward service.
-
-    Raises:
-        DataError: a stage of each step has none.
-    """
+    """Returns the time of each stage but of those that wait for a reward service."""
     # A checkpoint that was left out, as the disk was busy, took no time.
     left_out = {s.step for s in trace.spans if s.args.get("left_out")}
     skipped = {(s.name, step) for s in pipeline.with_role("saves") if s.ahead_of is None for step in left_out}
@@ -150,9 +137,6 @@ def _beside(
     """Returns the services of the agents whose groups do not form the parts, by the stage that collects.
 
     An agent whose requests the trace does not have takes the measured time of its tasks.
-
-    Raises:
-        ConfigError: a key is of an agent that the run does not have.
     """
     names = {pipeline.by_name[collect].on for collect in roles.beside}
     if unknown := [name for name in config.agents if name not in names]:
@@ -243,11 +227,7 @@ def _repeated(
     trace: Trace,
     source: str,
 ) -> Pipeline:
-    """Returns the pipeline with the stages of a role every given number of steps and at the end; with 0, without them.
-
-    Raises:
-        ConfigError: they did not run, so that their time is not known.
-    """
+    """Returns the pipeline with the stages of a role every so many steps and at the end; with 0, without them."""
     if every is None:
         return pipeline
     own = {s.name for s in pipeline.with_role(role)}

@@ -47,12 +47,7 @@ _HIDDEN_S = 1.0
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
-    """Returns the workload of a verl run.
-
-    Raises:
-        DataError: the log cannot be read, or lacks a timing.
-        ConfigError: a value that the log does not contain is missing.
-    """
+    """Returns the workload of a verl run."""
     read = read_scalars(path)
     before = min(read.series(f"{SECONDS}gen")) - 1  # the log of a resumed run begins later
     log = Scalars({name: {step - before: value for step, value in of.items()} for name, of in read.items()})
@@ -137,8 +132,7 @@ def _workload(log: Scalars, path: Path, config: PlanConfig) -> Workload:
 def _with_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanConfig:
     """Returns the configuration with the settings that verl printed into the log, where the user gave none.
 
-    Raises:
-        ConfigError: the user gave another size of a step than the times of the log are of.
+    The user cannot give another size of a step than the times of the log are of.
     """
     printed = printed_settings(path)
 

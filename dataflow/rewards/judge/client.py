@@ -53,11 +53,7 @@ class JudgeUnreachable(JudgeError, ConnectionError):
 
 
 class Client:
-    """Sends JSON over one aiohttp session, which the first call opens; a call lasts until its caller gives it up.
-
-    Args:
-        key: the API key, if the server requires one.
-    """
+    """Sends JSON over one aiohttp session, which the first call opens; a call lasts until its caller gives it up."""
 
     def __init__(self, key: str | None = None) -> None:
         self._headers = _headers(key)
@@ -66,8 +62,7 @@ class Client:
     async def post(self, url: str, body: Mapping[str, Any]) -> Any:
         """Sends one request, with a login in the url as basic authentication, and returns the JSON of the reply.
 
-        Raises:
-            JudgeError: the server returns an error, no reply, or no JSON.
+        Raises a JudgeError if there is no reply, or it is an error or no JSON.
         """
         import aiohttp
 
@@ -119,15 +114,7 @@ def _refused(url: str, status: int | None, text: str, wait_s: float | None) -> J
 
 
 def address_of(url: str, path: str = "/v1/chat/completions") -> str:
-    """Returns the full address of a server.
-
-    Args:
-        url: ``http://host:port``, with or without ``/v1`` or all of the path.
-        path: of the requests.
-
-    Raises:
-        ConfigError: the url is no address.
-    """
+    """Returns the full address of a server whose url may lack ``/v1``, or all of ``path``."""
     parts = urlsplit(url) if is_address(url) else None
     if parts is None or parts.query or parts.fragment:
         shown = redact(str(url).partition("?")[0])  # a key may follow
@@ -148,14 +135,7 @@ def root_of(url: str) -> str:
 async def models_of(url: str, setting: str, patience_s: float, api_key_env: str | None = None) -> list[str]:
     """Waits until a server answers ``GET /v1/models``, and returns the models that it lists; none if it has no list.
 
-    Args:
-        url: of the server.
-        setting: the key that gave it, for messages.
-        patience_s: seconds to wait.
-        api_key_env: environment variable that holds the API key.
-
-    Raises:
-        ConfigError: it does not answer in time, or not with this key.
+    Raises a ConfigError, which names ``setting``, after ``patience_s`` seconds or if the server refuses the key.
     """
     import aiohttp
 

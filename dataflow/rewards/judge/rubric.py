@@ -48,13 +48,9 @@ _CUT = ("length", "content_filter", "error", "abort")
 
 @dataclass(frozen=True)
 class Reply:
-    """What a chat server answered.
+    """What a chat server answered: ``text``, and the ``thinking`` that came in its place or before it.
 
-    Attributes:
-        text: the answer, without the thinking before it.
-        thinking: what came in its place or before it.
-        cut: the reason to finish, if it is one by which the reply is not complete.
-        usage: tokens as the server states them.
+    ``cut`` is the reason to finish, if it is one by which the reply is not complete.
     """
 
     text: str
@@ -64,13 +60,10 @@ class Reply:
 
 
 def read(answer: Any) -> Reply:
-    """Reads the JSON of a reply.
+    """Reads the JSON of a reply; raises a JudgeError if it holds no message.
 
     The server may separate the thinking, or leave it in the text, maybe without the tag that begins it, which many chat
     templates write into the prompt.
-
-    Raises:
-        JudgeError: it holds no message.
     """
     try:
         choice, usage = answer["choices"][0], answer.get("usage")
@@ -145,12 +138,9 @@ class Rubric:
         return [{"role": role, "content": _PLACE.sub(value, text)} for role, text in self._turns.items()]
 
     def score(self, reply: Reply) -> float:
-        """Returns the score in a reply.
+        """Returns the score in a reply; raises a JudgeError unless exactly one match is a number within the range.
 
         Of one that was cut off, only a whole first line counts: the rest might have changed the score.
-
-        Raises:
-            JudgeError: there is not exactly one match, or it is not a number within the range.
         """
         lines, said = reply.text.splitlines(), f"'{short(reply.text)}'"
         if not reply.text and reply.thinking:
@@ -243,8 +233,7 @@ def messages(question: str, reference: str, response: str) -> list[dict[str, str
 def read_messages(chat: Sequence[Mapping[str, str]]) -> tuple[str, str, str]:
     """Returns question, reference and response of a chat that :func:`messages` made; for the stand-in judge.
 
-    Raises:
-        ValueError: the chat has another form.
+    Raises a ValueError if the chat has another form.
     """
     system, user = (next((m["content"] for m in chat if m.get("role") == role), "") for role in ("system", "user"))
     found = _ASKED.fullmatch(user)

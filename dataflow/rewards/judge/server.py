@@ -37,8 +37,7 @@ _START_S = 30.0
 def grade(chat: list[dict[str, str]]) -> float:
     """Returns the score of the response in a chat that :func:`dataflow.rewards.judge.rubric.messages` made.
 
-    Raises:
-        ValueError: the chat has another form.
+    Raises a ValueError if the chat has another form.
     """
     question, reference, response = read_messages(chat)
     return float(compute_score("openai/gsm8k", response, reference, {"question": question}))

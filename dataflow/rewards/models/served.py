@@ -35,9 +35,6 @@ class ServedReward:
         kind: ``classify`` and ``pooling`` ask for the raw score of a head, ``chat`` asks a judge.
         normalize: ``none`` or ``sigmoid``; with the latter a column ``raw_score`` has what the model returned.
         prompt: of kind ``chat``, see :class:`~dataflow.rewards.judge.judge.Judge`.
-
-    Raises:
-        ConfigError: an option is invalid.
     """
 
     def __init__(
@@ -65,13 +62,9 @@ class ServedReward:
         ground_truth: Any,
         extra_info: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Requests the score of a response.
+        """Requests the score of a response; raises a JudgeError if there is an HTTP error, or no score in the reply.
 
-        Returns:
-            ``score``; ``tokens`` where they are known; of kind ``chat`` what a judge returns.
-
-        Raises:
-            JudgeError: there is an HTTP error, or no score in the reply.
+        Returns ``score``; ``tokens`` where they are known; of kind ``chat`` what a judge returns.
         """
         while True:
             try:

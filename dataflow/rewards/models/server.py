@@ -84,7 +84,6 @@ class ModelServer:
     """A server of a reward model, as a service of the run: started when it is built.
 
     Args:
-        what: it is, for messages.
         log: file to which its output is appended.
         port: on which it listens; None chooses one, at the address of this node of a cluster.
         threads: CPU threads of a server on a CPU.
@@ -137,10 +136,7 @@ class ModelServer:
 class Sleeper:
     """The servers of a reward model that shares its GPUs with trainer and engine.
 
-    Attributes:
-        what: the model, for messages.
-        urls: of its servers.
-        limit_s: seconds that a server may take, a restart included.
+    A server may take ``limit_s`` seconds, a restart included.
     """
 
     what: str
@@ -149,11 +145,7 @@ class Sleeper:
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """Loads the model onto its GPUs, and frees their memory at the end.
-
-        Raises:
-            RunError: a server does not answer, does not wake up, or cannot sleep.
-        """
+        """Loads the model onto its GPUs, and frees their memory at the end."""
         await asyncio.gather(*(self._set(url, False) for url in self.urls))
         yield
         await asyncio.gather(*(self._set(url, True) for url in self.urls))

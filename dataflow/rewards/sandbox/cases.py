@@ -94,8 +94,6 @@ class Case:
     """A program with its input and the output that is expected.
 
     Attributes:
-        source: of the program.
-        stdin: its input.
         expected: its output, or what its function returns; None if it only has to end with exit code 0.
         mark: a text that it prints after its output, once its last statement has passed; "" for none.
         returns: whether its output is the JSON of what a function returns.
@@ -135,18 +133,13 @@ def code_of(response: str) -> str | None:
 
 
 def cases_of(code: str, truth: Any, most: int | None = None, language: str = "python") -> list[Case]:
-    """Returns the test cases of a sample.
+    """Returns the test cases of a sample; only the first ``most`` count.
 
     Args:
         code: the program, or the definition of a function.
         truth: a dict, or its JSON: ``inputs`` and ``outputs``, lists of one entry per case; with ``fn_name``, each
-            input holds the arguments of that function, JSON, one a line. Or ``assert_case``, a list of statements to
-            be run after the program. An output of None accepts any.
-        most: number of cases that count, from the first; None for all.
-        language: of the program.
-
-    Raises:
-        BadCases: it has another form.
+            input holds the arguments of that function, JSON, one a line. Or ``assert_case``, a list of statements to be
+            run after the program. An output of None accepts any. Another form raises BadCases.
     """
     given = _parsed(truth)
     found: list[Any] = [given.get(key) for key in ("fn_name", "inputs", "outputs", "assert_case")]

@@ -48,12 +48,8 @@ _FIX = "lower manager_kwargs.max_concurrent, or raise the system's limits of pro
 class LocalSandbox:
     """Runs Python programs in processes of this machine.
 
-    Args:
-        timeout: CPU seconds of a process of the program; the program may take :data:`WALL` times as many in all.
-        memory_limit_mb: of a process.
-
-    Raises:
-        ConfigError: no program can be run here.
+    ``timeout`` limits the CPU seconds of a process, and ``memory_limit_mb`` its memory. The program may take
+    :data:`WALL` times as many seconds in all.
     """
 
     def __init__(self, timeout: float, memory_limit_mb: int) -> None:

@@ -26,12 +26,9 @@ _MOST = 16 << 20
 
 
 class RemoteSandbox:
-    """Runs programs at a service.
+    """Runs programs at a service; ``/run_code`` is added to a ``url`` without a path.
 
-    Args:
-        url: of the service; without a path, ``/run_code`` is added.
-        timeout: seconds that compiling may take, and again that the program may.
-        memory_limit_mb, language: of the program.
+    ``timeout`` is the number of seconds that compiling may take, and again that the program may.
     """
 
     def __init__(self, url: str, timeout: float, memory_limit_mb: int, language: str) -> None:

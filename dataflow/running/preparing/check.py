@@ -15,15 +15,11 @@ from dataflow.system.secrets import redact
 
 @dataclass(frozen=True)
 class Check:
-    """A check of what a run needs.
+    """A check of what a run needs, which is named in one or two words.
 
-    Attributes:
-        what: is checked, in one or two words.
-        find: returns what it found, as a clause, or None if that is not worth a line, or warnings, each a sentence;
-            raises a :class:`~dataflow.errors.UserError` for a problem, :class:`~dataflow.errors.NotChecked` if it
-            cannot tell.
-        needs: names of earlier checks, without whose success this one cannot be made.
-        slow: whether it takes seconds.
+    ``find`` returns what it found, as a clause, or None if that is not worth a line, or warnings, each a sentence. It
+    raises a :class:`~dataflow.errors.UserError` for a problem, :class:`~dataflow.errors.NotChecked` if it cannot tell.
+    ``needs`` names earlier checks, without whose success this one cannot be made; a ``slow`` one takes seconds.
     """
 
     what: str
@@ -48,11 +44,7 @@ class Finding:
 
 
 def make_all(checks: Iterable[Check]) -> None:
-    """Makes checks until the first problem, and logs their warnings.
-
-    Raises:
-        UserError: of the first problem.
-    """
+    """Makes checks until the first problem, whose UserError it raises, and logs their warnings."""
     for check in checks:
         for sentence in found if isinstance(found := check.find(), list) else ():
             logger.warning(redact(sentence))

@@ -24,11 +24,7 @@ class GpuMemory(NamedTuple):
 
 
 def gpu_memory() -> list[GpuMemory]:
-    """Returns the memory of the GPUs that this process may use, as nvidia-smi says it.
-
-    Raises:
-        NotChecked: there are none, or nvidia-smi does not answer.
-    """
+    """Returns the memory of this process's GPUs, as nvidia-smi says it; NotChecked if there are none or it fails."""
     ids = visible_gpus()
     if not ids:
         raise NotChecked("this machine has no GPU to compare it with")

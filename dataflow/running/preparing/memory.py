@@ -29,12 +29,9 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 class Part:
     """What a service takes of each of its GPUs, in bytes.
 
-    Attributes:
-        name: of the service.
-        held: all the time; by an engine that sleeps, while it is awake.
-        works: more while it computes.
-        sleeps: whether it frees what it holds while others compute.
-        share: of the GPU's memory that it takes whatever its model; 0 for what the model needs.
+    ``held`` is taken all the time, or by an engine that ``sleeps`` while others compute, while it is awake; ``works``
+    is what it takes more while it computes. ``share`` of the GPU's memory is taken whatever the model; 0 for what the
+    model needs.
     """
 
     name: str
@@ -55,12 +52,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs.
+    """What a run needs: the services on each GPU of a pool, by the pool's name, and space on the disk.
 
-    Attributes:
-        pools: the services on each GPU of a pool, by the pool's name.
-        checkpoint: bytes of one checkpoint.
-        model: bytes of the exported model, at most.
+    ``checkpoint`` is the bytes of one checkpoint, ``model`` those of the exported model, at most.
     """
 
     pools: Mapping[str, Sequence[Part]]
@@ -71,13 +65,8 @@ class Need:
 def need_of(config: Any, hosts: Mapping[str, Hosted]) -> Need:
     """Returns what a run needs.
 
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig` whose models are directories.
-        hosts: of its services, by name.
-
-    Raises:
-        ModelError: a model's configuration cannot be read.
-        NotChecked: a model's size cannot be told from its configuration.
+    ``config`` is a :class:`~dataflow.config.run.RunConfig` whose models are directories. NotChecked means that a
+    model's size cannot be told from its configuration.
     """
     pools: dict[str, list[Part]] = {}
     checkpoint = model = 0.0

@@ -66,16 +66,15 @@ _LEAST_DISK = GIB // 10
 
 
 class Preparation:
-    """A run before it starts.
+    """A run before it starts; the arguments are those of :class:`~dataflow.running.session.Session`.
 
     Args:
-        config, module, progress, directory: of the run, see :class:`~dataflow.running.session.Session`.
         patience_s: seconds to wait for servers elsewhere; None waits as long as their ``start_timeout``.
 
     Attributes:
         graph: the run's tasks, once the checks have made it.
         schedule: the policies of the steps: those that a run has had so far, if it changes them, and the last one.
-        inputs: the pipeline's input fields, a function of the step each, likewise.
+        inputs: the pipeline's input fields, a function of the step each, once the checks have made them.
         digests: hashes of what decides the samples of each step, by the key that gives it, likewise.
     """
 
@@ -469,11 +468,7 @@ class Preparation:
 
 
 def check_packages(config: BaseConfig) -> str | None:
-    """Checks that the packages which a run imports are installed; returns their versions.
-
-    Raises:
-        ConfigError: one is missing, or has another version than training requires.
-    """
+    """Checks that the packages which a run imports are there, in the versions that training requires; returns these."""
     names = ["ray"] if config.executor == "ray" else []
     trains = isinstance(config, RunConfig)
     names += ["torch", "transformers", "verl"] if trains else []
@@ -490,11 +485,7 @@ def check_packages(config: BaseConfig) -> str | None:
 
 
 def settle(config: BaseConfig, progress: Progress) -> None:
-    """Replaces names of models by their directories, and the engine ``auto`` by one: a repeated run uses the same.
-
-    Raises:
-        ModelError: there is no such model.
-    """
+    """Replaces names of models by their directories, and the engine ``auto`` by one: a repeated run uses the same."""
     if isinstance(config, RunConfig):
         settle_models(config, progress)
         for name in config.trained:
@@ -527,11 +518,7 @@ def settle_models(config: RunConfig, progress: Progress) -> str:
 
 
 def check_fits(config: RunConfig) -> None:
-    """Checks that prompts and responses fit into the model, and that each part of the run can have its images.
-
-    Raises:
-        ConfigError: they do not, or one cannot.
-    """
+    """Checks that prompts and responses fit into the model, and that each part of the run can have its images."""
     draw, path = config.engine, config.model.path
     positions = room_of(path or "").positions
     tokens = config.response_length
@@ -558,16 +545,9 @@ def check_fits(config: RunConfig) -> None:
 
 
 def check_same(recorded: Mapping[str, str], found: Mapping[str, str], config: RunConfig, directory: Path) -> None:
-    """Checks that a run is resumed with the data that it was begun with.
+    """Checks that a run is resumed with the data that it was begun with, except for what ``resume.allow`` names.
 
-    Args:
-        recorded: digests of its data then.
-        found: those of now.
-        config: of the resumed run.
-        directory: of the run.
-
-    Raises:
-        ConfigError: something differs that ``resume.allow`` does not name.
+    ``recorded`` are the digests of its data then, ``found`` those of now.
     """
     for name, digest in found.items():
         key, _, of = name.partition(" ")

@@ -23,12 +23,9 @@ _SHOWN = {
 
 
 class Progress:
-    """Shows the progress of a run.
+    """Shows the progress of a run on rich's ``console``, stderr by default; ``quiet`` shows nothing.
 
-    Args:
-        quiet: whether to show nothing.
-        console: rich's console to print to; stderr by default.
-        began: when the command began, in seconds of ``time.monotonic``; now if None.
+    ``began`` is when the command began, in seconds of ``time.monotonic``; now if None.
     """
 
     def __init__(self, quiet: bool = False, console: Console | None = None, began: float | None = None) -> None:
@@ -116,11 +113,7 @@ class Progress:
 
 
 def end_table(summary: dict[str, Any]) -> str:
-    """Returns the results of a run, as a table of two columns.
-
-    Args:
-        summary: the content of its summary.json.
-    """
+    """Returns the results of a run, the content of its summary.json, as a table of two columns."""
     from dataflow.timeline.compare import evaluated_in
     from dataflow.timeline.text import table
 

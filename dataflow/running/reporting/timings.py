@@ -28,14 +28,10 @@ _OF_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
 def step_metrics(trace: Trace, step: int) -> dict[str, float]:
-    """Returns the times of a step under verl's names, in seconds.
+    """Returns the times of a step under verl's names, in seconds; none if the trace has no training task of the step.
 
     A step's time window runs from the end of the previous step (its last training task) to its own end. The windows
     cover the run without overlap, so ``timing_s/step`` and the waits add up over the steps.
-
-    Args:
-        trace: of the run so far; the step's training tasks must be in it.
-        step: number of the step.
 
     Returns:
         ``timing_s/<stage>``: time in which the tasks of this step ran that the stage, or the stages of one verl name,
@@ -43,7 +39,6 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
         ``timing_s/reward``: how long the GPUs waited for rewards in the window, of several agents also for each,
         ``timing_s/reward/<agent>``; ``timing_s/step``: its length;
         ``overlap/exposed_wait_s``, ``overlap/gpu_busy_frac``: all waits and the busy share in the window.
-        Empty if no training task of the step is in the trace.
     """
     own = [s for s in trace.spans if s.step == step]
     training = [s for s in own if not s.optional]
@@ -82,15 +77,10 @@ def timing_names(trace: Trace) -> dict[str, str]:
 
 
 def throughput(metrics: Mapping[str, float], gpus: int) -> dict[str, float]:
-    """Returns verl's metrics of throughput for a step.
+    """Returns verl's metrics of throughput for a step; none if nothing has counted its tokens or time.
 
-    Args:
-        metrics: of the step: ``timing_s/*``, ``perf/total_num_tokens`` and ``perf/response_tokens``.
-        gpus: of trainer, engine and reward models; on CPUs their processes.
-
-    Returns:
-        ``perf/throughput``, tokens per second and GPU, ``perf/time_per_step``, and ``timing_per_token_ms/<stage>``.
-        Empty for a step whose tokens or time nothing has counted.
+    They are ``perf/throughput``, tokens per second and GPU, ``perf/time_per_step``, and
+    ``timing_per_token_ms/<stage>``. ``gpus`` are those of trainer, engine and reward models; on CPUs their processes.
     """
     total, responses = metrics.get(TOTAL), metrics.get(RESPONSES)
     seconds = metrics.get(f"{TIMING}step", 0.0)

@@ -36,15 +36,10 @@ class Tracker:
     """Writes the metrics of a run, a row at a time.
 
     Args:
-        directory: of the run; made if missing. Gets ``metrics.jsonl``, and ``tensorboard/`` if that is a backend.
+        directory: made if missing. Gets ``metrics.jsonl``, and ``tensorboard/`` if that is a backend.
         backends: any of verl's Tracking ("tensorboard", "console", "wandb", ...); metrics.jsonl is always written.
-        project, name: of the run in the backends.
         config: of the run, for backends that show it.
         upto: the last step to keep of what the run wrote before; None for a new run.
-
-    Raises:
-        ConfigError: a backend cannot be opened.
-        RunError: the files cannot be written.
     """
 
     def __init__(
@@ -77,14 +72,9 @@ class Tracker:
             self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a row.
+        """Writes a row; numpy and torch scalars become numbers, NaN and infinities null.
 
-        Args:
-            step: counts from 1; 0 for metrics from before training. An evaluation that ends late has an earlier one.
-            metrics: numbers by name; numpy and torch scalars become numbers, NaN and infinities null.
-
-        Raises:
-            RunError: it cannot be written.
+        Steps count from 1; 0 is for metrics from before training. An evaluation that ends late has an earlier step.
         """
         row = {"step": step, **finite(metrics)}
         with written("metrics of the run", self.directory):
@@ -98,14 +88,7 @@ class Tracker:
                     tracking.log(numbers, step, backend=[backend])
 
     def close(self, exit_code: int = 0) -> None:
-        """Flushes and closes everything.
-
-        Args:
-            exit_code: of the run, for backends that record it (wandb).
-
-        Raises:
-            RunError: buffered data cannot be written.
-        """
+        """Flushes and closes everything; backends that record the run's exit code (wandb) get it."""
         with written("metrics of the run", self.directory):
             try:
                 self._file.close()

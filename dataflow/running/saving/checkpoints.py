@@ -42,12 +42,7 @@ _DRAWN = re.compile(r"\.?step_(\d{6,})\.pkl(\.\d+)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint.
-
-    Attributes:
-        path: its directory.
-        step: whose weights it holds.
-    """
+    """A whole checkpoint, with the weights of a step."""
 
     path: Path
     step: int
@@ -57,19 +52,11 @@ class Checkpoint:
         return self.path / name
 
     def states(self) -> dict[str, Any]:
-        """Returns the states of the graph by field.
-
-        Raises:
-            DataError: they cannot be read.
-        """
+        """Returns the states of the graph by field."""
         return dict(_load(self.path / "states.pkl"))
 
     def samples(self) -> dict[int, Any]:
-        """Returns what was kept of later steps, by step.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Returns what was kept of later steps, by step."""
         return {int(file.stem.rpartition("_")[2]): _load(file) for file in sorted(self.path.glob("samples_*.pkl"))}
 
 
@@ -111,11 +98,9 @@ class CheckpointStore:
         _dump(directory / "states.pkl", dict(states))
 
     def keep(self, step: int, value: Any) -> None:
-        """Keeps what was drawn for a step until a checkpoint of that step or a later one is whole.
+        """Keeps what was drawn for a step, pickled, until a checkpoint of that step or a later one is whole.
 
-        Args:
-            step: that trains on it.
-            value: to pickle; another one of the same step is replaced.
+        The step is the one that trains on it. Another value of the same step is replaced.
         """
         path = self._drawn(step)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,11 +109,7 @@ class CheckpointStore:
             _sync(temporary)
 
     def link(self, step: int, directory: Path) -> None:
-        """Puts what was kept of a step into a checkpoint's directory.
-
-        Raises:
-            FileNotFoundError: nothing was kept of it.
-        """
+        """Puts what was kept of a step into a checkpoint's directory; FileNotFoundError if nothing was kept."""
         source, target = self._drawn(step), directory / f"samples_{step:06}.pkl"
         try:
             os.link(source, target)

@@ -20,7 +20,7 @@ ADAPTER = "adapter"
 
 
 def export(run: Path, directory: Path | None, step: int | None, adapter: bool = False) -> Path:
-    """Writes the model of a checkpoint; a LoRA adapter is merged into it.
+    """Writes the model of a checkpoint, with a LoRA adapter merged into it; returns the directory.
 
     Args:
         run: directory of the run.
@@ -28,12 +28,6 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
             ``adapter`` or ``adapter-STEP``.
         step: of the checkpoint; the newest whole one by default.
         adapter: write the LoRA adapter alone, in peft's form.
-
-    Returns:
-        The directory.
-
-    Raises:
-        UserError: the run, the checkpoint or the model is missing, the directory exists, or there is no adapter.
     """
     check_run(run)
     store = CheckpointStore(run / "checkpoints")
@@ -71,11 +65,7 @@ def export(run: Path, directory: Path | None, step: int | None, adapter: bool = 
 
 
 def step_of(arguments: Sequence[str]) -> int | None:
-    """Returns the step that ``step=N`` gives; None without one.
-
-    Raises:
-        ConfigError: another argument, or no number.
-    """
+    """Returns the step that ``step=N`` gives, the only argument that is allowed; None without one."""
     if not arguments:
         return None
     key, _, value = arguments[0].partition("=")

@@ -51,13 +51,8 @@ def build_agent(
             means the default.
         default: ``target``, a function or class as ``"package.module:name"``, and its ``kwargs``; ``scoring``, what of
             them decides the scores, if not all of them.
-        options: section ``reward`` of the configuration.
         ledger: file of the run's ledger.
         tokenizer: path of the run's tokenizer, for managers that need one.
-        name: of the agent among several of the run.
-
-    Raises:
-        ConfigError: the function cannot be loaded or built, or an option does not suit it.
     """
     if options is None:
         from dataflow.config.reward import RewardConfig
@@ -105,16 +100,10 @@ def _in_ray_worker() -> bool:
 def check_reward(
     custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig, name: str = MAIN, **_other: Any
 ) -> Limits:
-    """Checks that :func:`build_agent` can succeed, without starting anything.
+    """Checks that :func:`build_agent` can succeed with these arguments, without starting anything.
 
-    Args:
-        custom, default, options, name: see there; a judge without ``url`` is the stand-in that the run starts.
-
-    Returns:
-        The limits of the agent, without those that a user's class or manager may declare once it is built.
-
-    Raises:
-        ConfigError: it would fail.
+    A judge without ``url`` is the stand-in that the run starts. Returns the limits of the agent, without those that a
+    user's class or manager may declare once it is built.
     """
     try:
         return limits_of(options, _check_reward(custom, default, options))
@@ -193,9 +182,7 @@ def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], option
 def _content(value: Any, name: str = "") -> Any:
     """Returns a hash of the file or the model that a value names, or the value itself if it names none.
 
-    Args:
-        value: of an option, or options by name.
-        name: of the option; the one of a template is a file whatever its ending.
+    It is the value of the option ``name``, or options by name; that of a template is a file whatever its ending.
     """
     if isinstance(value, Mapping):
         return {key: _model(each) if key == "path" else _content(each, key) for key, each in value.items()}

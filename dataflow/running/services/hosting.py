@@ -320,8 +320,7 @@ def _weights_directory(config: Any) -> str | None:
 def circumstances(config: Any) -> dict[str, Any]:
     """Returns what the choice of the rollout engine depends on, as arguments of :func:`rollout_engine`.
 
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`. Without a model it trains the tiny one.
+    A :class:`~dataflow.config.run.RunConfig` without a model trains the tiny one.
     """
     path, number = config.model.path, None
     if config.engine.rollout == "auto" and config.engine.tensor_parallel == 1:  # several workers are vLLM's alone

@@ -35,15 +35,7 @@ def node_labels(config: BaseConfig) -> dict[str, dict[str, str]]:
 
 
 def check_nodes(config: BaseConfig, hosts: Mapping[str, Hosted]) -> None:
-    """Checks that each rule for nodes is for a service, or for a reward model that the run serves, and has an effect.
-
-    Args:
-        config: of the run.
-        hosts: of the pipeline's services, by name.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Checks that each rule for nodes has an effect, and is for a service or a reward model that the run serves."""
     known = sorted({CONTROLLER, *hosts, *_served(config)})
     for name in config.ray.nodes:
         key = f"ray.nodes.{name}"

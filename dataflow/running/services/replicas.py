@@ -13,14 +13,10 @@ from dataflow.executors.ray import replicas
 def build_replicas(
     factory: str | Callable[..., RolloutEngine], options: Mapping[str, Any], number: int, slots: int = 256, **where: Any
 ) -> Replicas:
-    """Starts engines in actors of their own; see :func:`dataflow.executors.ray.replicas.start`.
+    """Starts engines in actors of their own; ``where`` is for :func:`dataflow.executors.ray.replicas.start`.
 
-    Args:
-        factory: of an engine.
-        options: its keyword arguments; ``model``, ``max_prompt_length`` and ``in_flight`` are read here, too.
-        number: of engines.
-        slots: samples that an engine decodes at once (vLLM's ``max_num_seqs``).
-        **where: further arguments of ``start``.
+    An engine's options ``model``, ``max_prompt_length`` and ``in_flight`` are read here as well; ``slots`` is the
+    number of samples that it decodes at once (vLLM's ``max_num_seqs``).
     """
     engines, release = replicas.start(factory, options, number, **where)
     own = {name: options[name] for name in ("model", "max_prompt_length", "in_flight") if name in options}

@@ -41,15 +41,7 @@ SERVER = "dataflow.rewards.models.server:ModelServer"
 
 
 def check_models(config: RunConfig, agents: Iterable[str]) -> None:
-    """Checks the reward models of a run, without starting anything.
-
-    Args:
-        config: of the run.
-        agents: names of its reward agents.
-
-    Raises:
-        ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
-    """
+    """Checks that the reward models of a run can be served and that each is used, without starting anything."""
     models, scoring, asked = config.reward.models, set[str](), set[str | None]()
     for name in agents:
         source = source_of(config, name)
@@ -157,10 +149,8 @@ def model_hosts(
 ) -> dict[str, Hosted]:
     """Returns the hosts of the servers of the reward models that a run serves, by name (``rm-0``).
 
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`; others have no reward models.
-        directory: of the run, for the servers' logs.
-        ports: on which the servers of a model listen; those of other models choose one on their node.
+    ``config`` is a :class:`~dataflow.config.run.RunConfig`; others have no reward models. The servers of a model listen
+    on its ``ports``; those of a model without any choose one on their node. The run's directory gets their logs.
     """
     if not isinstance(config, RunConfig):
         return {}
@@ -205,13 +195,8 @@ class ServedModels:
     """The servers of a run's reward models, and the routers in front of several.
 
     A context manager, which writes the addresses into the configuration. The executor of each attempt hosts the
-    servers; the routers are child processes of the run's own.
-
-    Args:
-        config: of the run.
-        directory: of the run, for the logs.
-        on_lost: called when a model cannot be served any more.
-        askers: names of the services that send requests.
+    servers; the routers are child processes of the run's own. ``on_lost`` is called when a model cannot be served any
+    more; ``askers`` are the names of the services that send requests.
     """
 
     def __init__(
@@ -258,11 +243,7 @@ class ServedModels:
         self._stack.close()
 
     async def open(self, executor: Executor) -> None:
-        """Waits until all servers answer, starts the routers, and restarts from now on what dies.
-
-        Raises:
-            RunError: one did not start.
-        """
+        """Waits until all servers answer, starts the routers, and restarts from now on what dies."""
         waits = [executor.ask(server, "ready") for server in self.hosts]
         urls = dict(zip(self.hosts, await asyncio.gather(*waits), strict=True))
         for name, (port, metrics) in self._routers.items():

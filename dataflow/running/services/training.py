@@ -14,13 +14,7 @@ from dataflow.models.directory import headers, room_of
 def check_trained(config: Any, name: str) -> None:
     """Checks that a model can be trained as its section says, with what the run samples.
 
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig`; what of its models is not there yet is not checked.
-        name: of the section: ``trainer``, or another one of a model that is trained.
-
-    Raises:
-        ConfigError: an option needs GPUs, the optimizer is not there or takes no such argument, a LoRA adapter does not
-            fit the model, or the model cannot read what the actor samples.
+    ``name`` is that of the section, such as ``trainer``. What of the run's models is not there yet is not checked.
     """
     section, actor = getattr(config, name), config.model.path
     own = getattr(section, "path", None)
@@ -35,15 +29,7 @@ def check_trained(config: Any, name: str) -> None:
 
 
 def check_training(options: TrainedConfig, model: str | Path | None) -> None:
-    """Checks the options of a trained model; see :func:`check_trained`.
-
-    Args:
-        options: its section.
-        model: directory of its initial weights; what is not there yet is not checked.
-
-    Raises:
-        ConfigError: see there.
-    """
+    """Checks the options of a trained model, with its initial weights if they are there; see :func:`check_trained`."""
     if options.lora.rank is not None and model is not None and os.path.isdir(model):
         _check_names(options.lora, f"{options.section}.lora", Path(model))
 
