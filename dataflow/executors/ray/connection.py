@@ -44,6 +44,9 @@ _begun: Future[None] | None = None
 def begin_ray(num_cpus: int) -> None:
     """Begins to start a Ray on this machine with so many CPUs; :func:`start_ray` waits for it."""
     global _begun
+    ray_stays_on_loopback()
+    import ray  # noqa: F401  (whole, before other code of this thread looks at it)
+
     _begun = _in_thread(partial(_start, num_cpus))
 
 
@@ -73,7 +76,6 @@ def start_ray(num_cpus: int) -> None:
 
 def _start(num_cpus: int) -> None:
     """Starts a Ray and reports its processes; raises as :func:`start_ray`."""
-    ray_stays_on_loopback()
     # One token for all runs of a process, as Ray reads it once; other users cannot read this process's environment.
     os.environ.pop("RAY_AUTH_MODE", None)  # a new Ray requires a token unless this says otherwise
     keep_secret(os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32)))
@@ -139,7 +141,7 @@ def joined(address: str) -> Iterator[None]:
 def running() -> bool:
     """Returns whether this process is connected to a Ray."""
     ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized()) and _begun is None
+    return _begun is None and ray is not None and bool(ray.is_initialized())
 
 
 def own_address() -> str:
