@@ -45,8 +45,7 @@ def begin_ray(num_cpus: int) -> None:
     """Begins to start a Ray on this machine with so many CPUs; :func:`start_ray` waits for it."""
     global _begun
     ray_stays_on_loopback()
-    import ray  # noqa: F401  (whole, before other code of this thread looks at it)
-
+    _import_ray()  # whole, before other code of this thread looks at it
     _begun = _in_thread(partial(_start, num_cpus))
 
 
@@ -151,13 +150,19 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _init(address: str, **options: Any) -> Any:
+def _import_ray() -> Any:
+    """Returns the module, after variables are set which it and its processes read."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # Otherwise Ray prints a traceback for each value of a dead service that is not awaited.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
 
+    return ray
+
+
+def _init(address: str, **options: Any) -> Any:
+    ray = _import_ray()
     logging.getLogger("ray").setLevel(logging.ERROR)  # its import sets another level
     options |= {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
     try:

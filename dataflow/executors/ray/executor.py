@@ -87,6 +87,7 @@ class RayExecutor:
         await self._build(specs, staged)
         for workers in self._hosts.values():
             workers.learn(pipeline)
+            workers.preload()  # not before: it would delay the services that the first task waits for
 
     async def _build(self, specs: Mapping[str, Hosted], staged: Mapping[str, dict[str, Stage]]) -> None:
         """Builds all services concurrently, but those marked ``alone`` before all others on GPUs."""

@@ -92,8 +92,10 @@ class Host:
         self.service = self.spec.build()
         tensors.register()
         settle_memory()
-        # What stages import at their first call, while they wait for inputs; in their thread, as two threads that
-        # import verl at once deadlock.
+
+    async def preload(self) -> None:
+        """Imports what stages import at their first call, while they wait for inputs."""
+        # In their thread, as two threads that import verl at once deadlock.
         modules = [sys.modules.get(stage.fn.__module__) for stage in self.stages.values()]
         for name in dict.fromkeys(name for module in modules for name in getattr(module, "PRELOAD", ())):
             self._thread.submit(importlib.import_module, name)

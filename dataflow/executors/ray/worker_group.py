@@ -70,6 +70,11 @@ class WorkerGroup:
             await self._in_time(self._build())
             self.built = True
 
+    def preload(self) -> None:
+        """Lets the actors import what their stages need later; nothing waits for it."""
+        for actor in self.actors.handles:
+            actor.preload.remote()
+
     async def _build(self) -> None:
         await self.actors.build(dumps((self.spec, self.stages)))
 
